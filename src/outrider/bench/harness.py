@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,25 +25,17 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 PLAIN = "plain"
-
-
-@dataclass
-class TimedAnswer:
-    """One answer. `decode_s` is the time for `decode_tokens` of its tokens (the first step, or first token, is left
-    out)."""
-
-    token_ids: list[int]
-    ttft_s: float
-    decode_s: float
-    decode_tokens: int
-    stats: RequestStats = field(default_factory=RequestStats)  # of ours
+# of a run, stored with its results: contestants, temperatures, batches, repeats, seed, and what else a resumed run must
+# have in common with it
+Settings = Mapping[str, Any]
+Answer = tuple[list[int], RequestStats]  # token ids; times and, of ours, counts of drafts
 
 
 class Contestant(Protocol):
     @property
     def name(self) -> str: ...
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         """All answers, and the seconds of the whole batch without its prompts' processing."""
         ...
 
@@ -69,48 +61,27 @@ class Ours:
     def name(self) -> str:
         return self.mode.name
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         llm, mode = self.llm, self.mode
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
             requests += llm.requests(llm.encode_chat(prompt.text), params, mode.k, mode.k != 0, mode.tree)
-        done = {r.id: TimedAnswer([], 0.0, 0.0, 0) for r in requests}
-        open_ids = set(done)
+        tokens: dict[str, list[int]] = {r.id: [] for r in requests}
+        ended: dict[str, RequestStats] = {}
         prefill = llm.engine.metrics.prefill_seconds
         began = time.perf_counter()
         for request in requests:
             llm.engine.submit(request)
-        while open_ids:
+        while len(ended) < len(requests):
             for event in llm.engine.step():
-                answer = done[event.id]
-                answer.token_ids += event.tokens
+                tokens[event.id] += event.tokens
                 if event.finish_reason == "error":
-                    raise OutriderError(f"{prompts[list(done).index(event.id)].id}: {event.error}")
-                if event.stats is not None:  # it has ended
-                    open_ids.discard(event.id)
-                    answer.ttft_s, answer.decode_s, answer.stats = event.stats.ttft_s, event.stats.decode_s, event.stats
-                    answer.decode_tokens = max(0, event.stats.new_tokens - max(1, event.stats.first_emitted))
+                    raise OutriderError(f"{prompts[list(tokens).index(event.id)].id}: {event.error}")
+                if event.stats is not None:
+                    ended[event.id] = event.stats
         whole = time.perf_counter() - began - (llm.engine.metrics.prefill_seconds - prefill)
-        return list(done.values()), whole
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """The settings of a run, stored with its results; a resumed run must have the same."""
-
-    model: str
-    suite: str
-    contestants: tuple[str, ...]
-    temperatures: tuple[float, ...]
-    batches: tuple[int, ...]
-    repeats: int
-    prompts: int
-    machine: str
-    version: str
-    seed: int = 0
-    max_tokens: int | None = None
-    loaded: Mapping[str, object] = field(default_factory=dict)  # load options that change texts or times
+        return [(ids, ended[id]) for id, ids in tokens.items()], whole
 
 
 @dataclass(frozen=True)
@@ -138,11 +109,14 @@ class Cell:
         temperature: float,
         group: Sequence[Prompt],
         repeat: int,
-        answers: Sequence[TimedAnswer],
+        answers: Sequence[Answer],
         whole: float,
     ) -> Cell:
-        """`whole`: seconds of the batch."""
-        alone, found = len(answers) == 1, [a.stats for a in answers]
+        """`whole`: seconds of the batch. A single answer's first cycle belongs to its time to first token."""
+        ids, found = [ids for ids, _ in answers], [stats for _, stats in answers]
+        seconds, tokens = whole, sum(map(len, ids))
+        if len(found) == 1:
+            seconds, tokens = found[0].decode_s, max(0, found[0].new_tokens - found[0].first_emitted)
         return Cell(
             contestant,
             temperature,
@@ -150,10 +124,10 @@ class Cell:
             group[0].category,
             group_name(group),
             repeat,
-            seconds=answers[0].decode_s if alone else whole,
-            tokens=answers[0].decode_tokens if alone else sum(len(a.token_ids) for a in answers),
-            ttft_s=sorted(a.ttft_s for a in answers)[len(answers) // 2],
-            digest=hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16],
+            seconds,
+            tokens,
+            ttft_s=sorted(s.ttft_s for s in found)[len(found) // 2],
+            digest=hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
             cycles=sum(s.cycles for s in found),
             drafted=sum(s.drafted for s in found),
             accepted=sum(s.accepted for s in found),
@@ -169,17 +143,16 @@ class Cell:
 class Store:
     """The folder of one run."""
 
-    def __init__(self, folder: Path, settings: BenchSettings, resume: bool) -> None:
+    def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
         self.path = folder / "cells.jsonl"
-        wanted = json.loads(json.dumps(asdict(settings)))
+        wanted = json.loads(json.dumps(settings))
         # one that failed before its first cell is none
         if (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size:
             require(resume, f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
-            found, now = (_flat(s) for s in (json.loads((folder / "run.json").read_text(encoding="utf-8")), wanted))
-            different = [k for k in now if found.get(k) != now[k]]
-            if different:
-                what = different[0]
-                raise OutriderError(f"{folder} was run with another {what}: {found.get(what)!r}, now {now[what]!r}")
+            found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            for name, now in wanted.items():
+                same = found.get(name) == now
+                require(same, f"{folder} was run with another {name}: {found.get(name)!r}, now {now!r}")
         else:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(json.dumps(wanted, indent=1), encoding="utf-8")
@@ -192,10 +165,6 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
         self.done.add(cell.key)
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if k != "loaded"} | settings.get("loaded", {})
 
 
 def read_cells(folder: Path) -> Iterator[Cell]:
@@ -214,12 +183,8 @@ def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     by: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by.setdefault(prompt.category, []).append(prompt)
-    out = []
-    for members in by.values():
-        for start in range(0, len(members), batch):
-            group = members[start : start + batch]
-            out.append((group + members * batch)[:batch] if len(group) < batch else group)
-    return out
+    starts = [(members, at) for members in by.values() for at in range(0, len(members), batch)]
+    return [(members[at:] + members * batch)[:batch] for members, at in starts]
 
 
 def group_name(group: Sequence[Prompt]) -> str:
@@ -227,12 +192,12 @@ def group_name(group: Sequence[Prompt]) -> str:
 
 
 def run(
-    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: BenchSettings, store: Store
+    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: Settings, store: Store
 ) -> Iterator[Cell | None]:
     """Runs all missing cells: yields each as it is done, None for one that was there already."""
     warm: set[str] = set()
-    for temperature, batch in product(settings.temperatures, settings.batches):
-        for (index, group), repeat in product(enumerate(groups(prompts, batch)), range(settings.repeats)):
+    for temperature, batch in product(settings["temperatures"], settings["batches"]):
+        for (index, group), repeat in product(enumerate(groups(prompts, batch)), range(settings["repeats"])):
             turn = (index + repeat) % len(contestants)
             for contestant in [*contestants[turn:], *contestants[:turn]]:
                 if (contestant.name, temperature, batch, group_name(group), repeat) in store.done:
@@ -241,12 +206,12 @@ def run(
                 if contestant.name not in warm:
                     warm.add(contestant.name)
                     short = Prompt("warm-up", "warm-up", group[0].text[:200], 16)
-                    contestant.answer([short], temperature, settings.seed)
-                timed = contestant.answer(group, temperature, settings.seed)
+                    contestant.answer([short], temperature, settings["seed"])
+                timed = contestant.answer(group, temperature, settings["seed"])
                 store.add(cell := Cell.of(contestant.name, temperature, group, repeat, *timed))
                 yield cell
 
 
-def total(settings: BenchSettings, prompts: Sequence[Prompt]) -> int:
-    per_batch = sum(len(groups(prompts, b)) for b in settings.batches)
-    return per_batch * settings.repeats * len(settings.contestants) * len(settings.temperatures)
+def total(settings: Settings, prompts: Sequence[Prompt]) -> int:
+    per_batch = sum(len(groups(prompts, b)) for b in settings["batches"])
+    return per_batch * settings["repeats"] * len(settings["contestants"]) * len(settings["temperatures"])

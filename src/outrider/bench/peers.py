@@ -6,8 +6,6 @@ its own random numbers.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..prompts import Prompt
-from ..types import OutriderError, require
-from .harness import Contestant, TimedAnswer
+from ..types import OutriderError, RequestStats, bad_input, require
+from .harness import Answer, Contestant
 
 if TYPE_CHECKING:
     import torch
-
-Encode = Callable[[Prompt], list[int]]
-PACKAGES = {"transformers": ("transformers", "transformers"), "llama-cpp": ("llama_cpp", "llama-cpp-python")}
 
 
 @dataclass(frozen=True)
@@ -30,27 +25,11 @@ class PeerSetup:
     """The input of every peer: the checkpoint (a folder or a .gguf file), and where and how it runs."""
 
     path: Path
-    encode: Encode
+    encode: Callable[[Prompt], list[int]]
     eos: frozenset[int]
-    threads: int | None
+    threads: int
     device: str
     dtype: str
-
-    @property
-    def cores(self) -> int:
-        """Threads: as many as we take ourselves."""
-        return self.threads or len(os.sched_getaffinity(0))
-
-
-def build(names: Sequence[str], setup: PeerSetup) -> list[Contestant]:
-    peers: list[Contestant] = []
-    for name in names:
-        require(name in PACKAGES, f"unknown peer {name!r}; known: {', '.join(PACKAGES)}")
-        module, package = PACKAGES[name]
-        if importlib.util.find_spec(module) is None:
-            raise OutriderError(f"--against {name}: the package is not installed (pip install {package})")
-        peers.append(Transformers(setup) if name == "transformers" else LlamaCpp(setup))
-    return peers
 
 
 class Transformers:
@@ -66,7 +45,7 @@ class Transformers:
         # transformers makes models without memory: all of torch's rules (cli/quick.py)
         _ = torch._meta_registrations.register_meta
 
-        self.encode, self.eos, self.threads, path = setup.encode, sorted(setup.eos), setup.cores, setup.path
+        self.encode, self.eos, self.threads, path = setup.encode, sorted(setup.eos), setup.threads, setup.path
         where: dict[str, object] = {}
         if path.suffix == ".gguf":  # dense weights: its packed kernels are many times slower on a CPU
             from transformers import GgufConfig
@@ -76,19 +55,15 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=setup.dtype, **where).eval()
         self.model.to(setup.device)
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         import torch
-        from transformers import StoppingCriteria
 
-        class Clock(StoppingCriteria):  # type: ignore[misc]
-            """Looks at the watch after every step."""
+        steps: list[tuple[float, int]] = []
 
-            def __init__(self) -> None:
-                self.at: list[tuple[float, int]] = []
-
-            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-                self.at.append((time.perf_counter(), input_ids.shape[1]))
-                return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        def clock(input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            """A stopping criterion that never stops: it looks at the watch after every step."""
+            steps.append((time.perf_counter(), input_ids.shape[1]))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
         ids = [self.encode(p) for p in prompts]
         width = max(map(len, ids))
@@ -96,12 +71,10 @@ class Transformers:
         tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids], device=self.model.device)
         torch.manual_seed(seed)
-        options: dict[str, object] = {"do_sample": temperature > 0.0}
-        if temperature > 0.0:
-            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sampled: dict[str, object] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         ours = torch.get_num_threads()
         torch.set_num_threads(self.threads)  # our own kernels set torch to one thread
-        clock, began = Clock(), time.perf_counter()
+        began = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
                 tokens,
@@ -111,16 +84,16 @@ class Transformers:
                 pad_token_id=pad,
                 stopping_criteria=[clock],
                 use_cache=True,
-                **options,
+                **(sampled if temperature else {"do_sample": False}),
             )
         ended = time.perf_counter()
         torch.set_num_threads(ours)
-        first, first_width = clock.at[0]
+        first, first_width = steps[0]
         answers = []
         for prompt, row in zip(prompts, out.tolist(), strict=True):
-            new = _until_eos(row[width:], self.eos, prompt.max_tokens)
-            later = max(0, len(new) - (first_width - width))
-            answers.append(TimedAnswer(new, first - began, ended - first, later))
+            new = row[width:][: prompt.max_tokens]
+            end = next((i for i, token in enumerate(new, 1) if token in self.eos), len(new))
+            answers.append(timed(new[:end], first_width - width, began, first, ended))
         return answers, ended - first
 
 
@@ -135,11 +108,11 @@ class LlamaCpp:
         from llama_cpp import Llama
 
         self.encode, self.eos = setup.encode, setup.eos
-        threads = {"n_threads": setup.cores, "n_threads_batch": setup.cores}
+        threads = {"n_threads": setup.threads, "n_threads_batch": setup.threads}
         layers = -1 if setup.device.startswith("cuda") else 0
         self.model = Llama(str(setup.path), n_ctx=4096, n_gpu_layers=layers, verbose=False, **threads)
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         answers = []
         for prompt in prompts:
             self.model.reset()
@@ -162,14 +135,26 @@ class LlamaCpp:
                     break
             stream.close()
             ended = time.perf_counter()
-            answers.append(TimedAnswer(new, first - began, ended - first, len(new) - 1))
-        return answers, sum(a.decode_s for a in answers)
+            answers.append(timed(new, 1, began, first, ended))
+        return answers, sum(stats.decode_s for _, stats in answers)
 
 
-def _until_eos(tokens: Sequence[int], eos: Sequence[int], most: int) -> list[int]:
-    out = []
-    for token in tokens[:most]:
-        out.append(token)
-        if token in eos:
-            break
-    return out
+def timed(ids: list[int], first_emitted: int, began: float, first: float, ended: float) -> Answer:
+    """An answer that began, had its first tokens and ended at these times."""
+    return ids, RequestStats(
+        new_tokens=len(ids), first_emitted=first_emitted, ttft_s=first - began, decode_s=ended - first
+    )
+
+
+PEERS: dict[str, tuple[Callable[[PeerSetup], Contestant], str]] = {
+    "transformers": (Transformers, "transformers"),
+    "llama-cpp": (LlamaCpp, "llama-cpp-python"),
+}
+
+
+def build(name: str, setup: PeerSetup) -> Contestant:
+    require(name in PEERS, f"unknown peer {name!r}; known: {', '.join(PEERS)}")
+    peer, package = PEERS[name]
+    told = f"is not installed (pip install {package})"
+    with bad_input(ModuleNotFoundError, lambda error: f"--against {name}: {error.name} {told}"):
+        return peer(setup)

@@ -1,5 +1,5 @@
-"""Turns cells into figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an
-HTML page.
+"""Turns cells into figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, an HTML
+page.
 
 Speed-up of a contestant in a category: seconds per token of plain decoding over its own, on the same prompts, each the
 median over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from itertools import groupby
+from pathlib import Path
 from statistics import median
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from jinja2 import Environment
 
 from .. import svg
 from .harness import PLAIN, Cell
 
 ALL = "all"
 DRAWS = 1000
+TEMPLATE = Path(__file__).resolve().parents[1] / "assets" / "bench" / "report.html"
 
 
 @dataclass(frozen=True)
@@ -132,99 +133,35 @@ COLUMNS = {
     "right": "share of draft tokens that the target accepted",
     "same": "share of prompts answered with the very tokens of plain decoding",
 }
-HEADS = tuple(COLUMNS)
 
 
-def _texts(row: Row) -> tuple[str, ...]:
+def texts(row: Row) -> tuple[str, ...]:
+    """A text for each of `COLUMNS`."""
     share = lambda v: "–" if v is None else f"{100 * v:.0f} %"  # noqa: E731
     gain = "–" if row.speedup is None else f"{row.speedup:.2f}x"
     between = "–" if row.speedup is None else f"{row.low:.2f}–{row.high:.2f}"
     cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
-    return (
-        row.contestant,
-        f"{row.ms_per_token:.2f}",
-        f"{row.tokens_per_second:.1f}",
-        gain,
-        between,
-        f"{row.ttft_ms:.0f}",
-        cycle,
-        share(row.acceptance),
-        share(row.identical),
-    )
+    speed = (f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, between, f"{row.ttft_ms:.0f}")
+    return row.contestant, *speed, cycle, share(row.acceptance), share(row.identical)
 
 
-def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
-    out = Table(
-        title=f"temperature {temperature:g}, batch {batch}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1),
-    )
-    out.add_column("category", no_wrap=True)
-    for i, head in enumerate(HEADS):
-        out.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
-    last = None
-    for row in rows:
-        if (row.temperature, row.batch) == (temperature, batch):
-            out.add_row("" if row.category == last else row.category, *_texts(row))
-            last = row.category
-    return out
+def by_setting(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each temperature and batch, with a title."""
+    for (temperature, batch), some in groupby(rows, key=lambda r: (r.temperature, r.batch)):
+        yield f"temperature {temperature:g}, batch {batch}", list(some)
 
 
 def html(settings: Mapping[str, object], rows: Sequence[Row], command: str) -> str:
     """One self-contained page. Charts and tables scroll by themselves on a narrow screen."""
-    model, machine, version, suite = (escape(str(settings[k])) for k in ("model", "machine", "version", "suite"))
-    about = (
-        ("machine", machine),
-        ("prompts", f"{settings['prompts']} of {suite}, {settings['repeats']} repeats"),
-        ("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
-        ("command", f"<code>{escape(command)}</code>"),
-        ("version", f"outrider {version}"),
-    )
-    parts = [f"<h1>{model}</h1><dl>" + "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in about) + "</dl>"]
-    for temperature, batch in sorted({(r.temperature, r.batch) for r in rows}):
-        here = [r for r in rows if (r.temperature, r.batch) == (temperature, batch)]
-        names = [n for n in dict.fromkeys(r.contestant for r in here) if n != PLAIN]
-        categories = list(dict.fromkeys(r.category for r in here))
-        by = {(r.contestant, r.category): r for r in here}
-        parts.append(f"<h2>temperature {temperature:g}, batch {batch}</h2>")
-        series = [(n, [_bar(by.get((n, c))) for c in categories]) for n in names]
-        if any(e for _, values in series for e in values):
-            chart = svg.bars("speed-up over plain decoding, with 95 % intervals", categories, series)
-            parts.append(f"<div>{chart}</div>")
-        curves = [
-            (n, list(enumerate(by[n, ALL].by_position, 1))) for n in names if (n, ALL) in by and by[n, ALL].by_position
-        ]
-        if curves:
-            title = "acceptance by position, of the tokens drafted there"
-            parts.append(f"<div>{svg.lines(title, 'position', '', curves)}</div>")
-        parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
-    meanings = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in COLUMNS.items())
-    parts.append(f"<h2>The columns</h2><dl>{meanings}</dl>")
-    style = (
-        "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 "
-        "1rem;color:#222;background:#fff}"
-        "table{border-collapse:collapse}td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}"
-        "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}"
-        "div{overflow-x:auto;margin:1rem 0}svg{max-width:100%;min-width:34rem;height:auto;display:block}"
-        "dl{display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem}dd{margin:0;overflow-wrap:anywhere}"
-        "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}}"
-    )
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>outrider '
-        f"bench</title><style>{style}</style>"
-    )
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
-
-
-def _bar(row: Row | None) -> tuple[float, float, float] | None:
-    if row is None or row.speedup is None or row.low is None or row.high is None:
-        return None
-    return row.speedup, row.low, row.high
-
-
-def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(h)}</th>" for h in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<div tabindex=0><table><tr>{top}</tr>{body}</table></div>"
+    sections = []
+    for title, here in by_setting(rows):
+        drafted = [r for r in here if r.category == ALL and r.by_position]
+        curves = [(r.contestant, list(enumerate(r.by_position, 1))) for r in drafted]
+        about = "acceptance by position, of the tokens drafted there"
+        chart = svg.lines(about, "position", "", curves) if curves else ""
+        sections.append((title, chart, [(r, dict(zip(COLUMNS, texts(r)))) for r in here]))
+    fastest = max((r.speedup or 0.0 for r in rows), default=1.0)
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    page = Environment(autoescape=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    shown = {"settings": settings, "command": command, "date": date, "sections": sections}
+    return page.render(shown, columns=COLUMNS, fastest=fastest)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
-from ..config import LoadSettings, parse_tree
+from ..config import LoadSettings, parse_draft_tokens, parse_tree
 from ..types import OutriderError, require
 from . import common
 from .common import out
 from .progress import StageProgress
 
 if TYPE_CHECKING:
-    from ..bench.harness import BenchSettings, Contestant, DraftMode
+    from ..bench.harness import Contestant, DraftMode, Settings
 
 LOADED = ("dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
 
@@ -40,12 +41,8 @@ class BenchOptions:
     categories: Annotated[str, "Only prompts of these categories, comma-separated."] = ""
     max_tokens: Annotated[int | None, "Most tokens of an answer. Default: as the suite says."] = None
     data: Annotated[Path | None, "Folder of the benchmark files. Default: benchmarks/data of the checkout."] = None
-    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path(
-        "bench-out"
-    )
-    resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = (
-        False
-    )
+    out: Annotated[Path, "Folder for cells.jsonl, run.json and report.html."] = Path("bench-out")
+    resume: Annotated[bool, "Finish the run in --out; nothing finished is repeated."] = False
     seed: common.Seed = 0
     as_json: common.AsJson = False
 
@@ -58,21 +55,20 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
 
     Example: outrider bench smollm2 --draft-tokens 0,4,auto --against llama-cpp --out results
     """
-    from ..bench import workloads
+    from .. import __version__
+    from ..bench import harness, workloads
 
-    guessers, trees = tuple(dict.fromkeys(common.parts(asked.drafters))), tuple(dict.fromkeys(common.parts(asked.tree)))
-    if not guessers:
-        raise OutriderError(
-            "--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
-        )
+    listed = (asked.drafters, asked.tree, asked.draft_tokens, asked.against)
+    guessers, trees, ks, peers = (tuple(dict.fromkeys(common.parts(text))) for text in listed)
+    mend = "leave it out for the model's own, or say --draft-tokens 0 for plain decoding"
+    require(bool(guessers), f"--drafters names none: {mend}")
     require(bool(trees), "--tree is empty: give for instance off,16,auto")
-    for text in trees:
-        parse_tree(text)
-    common.check_folder("--out", asked.output)
+    require(bool(ks), "--draft-tokens is empty: give for instance 0,4,auto")
+    modes = _modes(guessers, ks, trees)
+    common.check_folder("--out", asked.out)
     load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=asked.seed)
-    if load.tensor_parallel > 1 and len(guessers) > 1:
-        raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
-    ks = _ks(asked.draft_tokens)
+    one = load.tensor_parallel == 1 or len(guessers) == 1
+    require(one, "--tensor-parallel times one drafter at a time: give one with --drafters")
     temperatures = common.numbers(asked.temperature, float, "--temperature")
     batches = common.numbers(asked.batch, int, "--batch")
     if asked.repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
@@ -82,23 +78,11 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     prompts = workloads.load_suite(asked.suite, asked.data, asked.limit, common.parts(asked.categories))
     if asked.max_tokens is not None:
         prompts = [replace(p, max_tokens=min(p.max_tokens, asked.max_tokens)) for p in prompts]
-    from .. import __version__
-    from ..bench import harness
-    from ..spec.cost import machine_name
-
-    modes, peers = _modes(guessers, ks, trees), common.parts(asked.against)
-    same = {name: getattr(asked, name) for name in ("model", "suite", "repeats", "seed", "max_tokens")}
-    settings = harness.BenchSettings(
-        **same,
-        contestants=(*(mode.name for mode in modes), *peers),
-        temperatures=temperatures,
-        batches=batches,
-        prompts=len(prompts),
-        machine=machine_name(_accelerator(load.device), load.threads),
-        version=__version__,
-        loaded={name: load.options()[name] for name in LOADED},
-    )
-    store = harness.Store(asked.output, settings, asked.resume)
+    settings = {name: getattr(asked, name) for name in ("model", "suite", "repeats", "seed", "max_tokens")}
+    settings |= {"contestants": [*(mode.name for mode in modes), *peers], "prompts": len(prompts)}
+    settings |= {"temperatures": temperatures, "batches": batches, "machine": _machine(load), "version": __version__}
+    settings |= {name: load.options()[name] for name in LOADED}
+    store = harness.Store(asked.out, settings, asked.resume)
     count = harness.total(settings, prompts)
     if len(store.done) < count:
         contestants = _contestants(asked.model, modes, peers, max(batches), load)
@@ -106,22 +90,25 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
             for done, cell in enumerate(harness.run(contestants, prompts, settings, store), 1):
                 if cell is not None:
                     progress("bench", done, count, f"{cell.category} · {cell.contestant}")
-    _report(asked.output, settings, asked.as_json)
+    _report(asked.out, settings, asked.as_json)
 
 
-def _report(output: Path, settings: BenchSettings, as_json: bool) -> None:
+def _report(folder: Path, settings: Settings, as_json: bool) -> None:
     """Prints a run's results, and writes them as a page."""
     from ..bench import harness, report
 
-    rows = report.summarise(list(harness.read_cells(output)))
-    (output / "report.html").write_text(report.html(asdict(settings), rows, common.command_line()), encoding="utf-8")
+    rows, page = report.summarise(list(harness.read_cells(folder))), folder / "report.html"
+    page.write_text(report.html(settings, rows, common.command_line()), encoding="utf-8")
     if as_json:
-        print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows]}))
+        print(json.dumps({"settings": settings, "rows": [asdict(r) for r in rows]}))
     else:
-        for at in sorted({(r.temperature, r.batch) for r in rows}):
+        for title, some in report.by_setting(rows):
+            above = ["", *(row.category for row in some)]
+            cells = [(r.category if r.category != last else "", *report.texts(r)) for r, last in zip(some, above)]
+            shown = common.table(("category", *report.COLUMNS), cells, ("category", "contestant"), title=title)
             # a pipe's 80 columns are too few
-            Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))
-        out.print(f"report: {output / 'report.html'}")
+            Console(width=max(out.width, 110), highlight=False).print(shown)
+        out.print(f"report: {page}")
     for row in rows:
         if "/" in row.contestant and row.category == report.ALL and row.identical is not None and row.identical < 1.0:
             share = 100 * (1 - row.identical)
@@ -130,16 +117,17 @@ def _report(output: Path, settings: BenchSettings, as_json: bool) -> None:
             )
 
 
-def _modes(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[DraftMode]:
+def _modes(drafters: Sequence[str], ks: Sequence[str], trees: Sequence[str]) -> list[DraftMode]:
     """Plain decoding first. Each drafter is named by its path's last part, or by the whole path if others end alike, as
     the folders of two training runs do (a/drafter, b/drafter)."""
     from ..bench.harness import PLAIN, DraftMode
 
-    last, found = [Path(drafter).name for drafter in drafters], [DraftMode(PLAIN, drafters[0], 0)] if 0 in ks else []
-    for drafter, k, tree in product(drafters, (k for k in ks if k != 0), trees):
+    last, lengths = [Path(drafter).name for drafter in drafters], dict.fromkeys(map(parse_draft_tokens, ks))
+    found = [DraftMode(PLAIN, drafters[0], 0)] if 0 in lengths else []
+    for drafter, k, tree in product(drafters, (k for k in lengths if k != 0), trees):
         short = Path(drafter).name
         name = f"{short if last.count(short) == 1 else drafter}/{'auto' if k is None else f'K={k}'}"
-        if len(trees) == 1:
+        if len(trees) == 1:  # it is loaded so
             found.append(DraftMode(name, drafter, k))
         else:
             found.append(DraftMode(f"{name} tree={tree}", drafter, k, parse_tree(tree)))
@@ -147,7 +135,7 @@ def _modes(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ..
 
 
 def _contestants(
-    model: str, modes: list[DraftMode], peers: tuple[str, ...], batch: int, load: LoadSettings
+    model: str, modes: list[DraftMode], peers: Sequence[str], batch: int, load: LoadSettings
 ) -> list[Contestant]:
     from ..bench import harness
     from ..bench.peers import PeerSetup, build
@@ -163,22 +151,17 @@ def _contestants(
 
         path, kind = Path(hub.resolve(model).path), load.dtype or "bfloat16"
         where, encode = str(llm.engine.device), lambda p: llm.encode_chat(p.text)
-        found += build(peers, PeerSetup(path, encode, llm.engine.eos, load.threads, where, kind))
+        threads = load.threads or len(os.sched_getaffinity(0))  # as many as we take ourselves
+        setup = PeerSetup(path, encode, llm.engine.eos, threads, where, kind)
+        found += [build(name, setup) for name in peers]
     return found
 
 
-def _accelerator(device: str | None) -> str | None:
+def _machine(load: LoadSettings) -> str:
     import torch
 
     from ..ops import place
+    from ..spec.cost import machine_name
 
-    where = place(device)
-    return torch.cuda.get_device_name(where) if where.type == "cuda" else None
-
-
-def _ks(text: str) -> list[int | None]:
-    from ..config import parse_draft_tokens
-
-    found = [parse_draft_tokens(part) for part in common.parts(text)]
-    require(bool(found), "--draft-tokens is empty: give for instance 0,4,auto")
-    return list(dict.fromkeys(found))
+    where = place(load.device)
+    return machine_name(torch.cuda.get_device_name(where) if where.type == "cuda" else None, load.threads)

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.bench.fakes import FakeLLM
 
 from outrider.bench import report
-from outrider.bench.harness import PLAIN, BenchSettings, DraftMode, Ours, Store, groups, read_cells, run, total
+from outrider.bench.harness import PLAIN, DraftMode, Ours, Store, groups, read_cells, run, total
 from outrider.prompts import Prompt
 from outrider.types import OutriderError
 
@@ -16,8 +16,8 @@ PROMPTS = [Prompt(f"{c}/{i}", c, "word " * (i + 3), 12 + i) for c in ("qa", "hai
 
 def settings(**changes):
     base = dict(model="m", suite="quick", contestants=(PLAIN, "x/K=4", "x/auto"), temperatures=(0.0,), batches=(1,), repeats=2,
-                prompts=6, machine="test", version="0")  # fmt: skip
-    return BenchSettings(**{**base, **changes})
+                prompts=6, seed=0, machine="test", version="0")  # fmt: skip
+    return {**base, **changes}
 
 
 def contestants(llm):
@@ -108,12 +108,16 @@ def test_intervals_hold_the_truth_and_widen_with_noise():
     )
 
 
-def test_report_and_table(tmp_path):
+def test_report(tmp_path):
     cells, _ = figures(tmp_path / "run", FakeLLM(), batches=(1, 2))
     rows = report.summarise(cells)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     page = report.html(info, rows, "outrider bench <x>")
     assert "outrider bench &lt;x&gt;" in page and all(f"<dt>{name}</dt>" in page for name in report.COLUMNS)
-    assert f"{info['prompts']} of {info['suite']}" in page and page.count("<div") == page.count("</div>") == 6
-    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert report.table(rows, 0.0, 1).row_count == 9
+    assert f"{info['prompts']} of {info['suite']}" in page and page.count("<div") == page.count("</div>") == 4
+    assert page.count("<svg") == 2 and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert page.count("linear-gradient(") == 18, "a bar in each row's speed-up"
+    assert [(title, len(some)) for title, some in report.by_setting(rows)] == [
+        ("temperature 0, batch 1", 9),
+        ("temperature 0, batch 2", 9),
+    ]
