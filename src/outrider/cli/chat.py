@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..config import LoadSettings, parse_draft_tokens
 from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams, bad_input, require
-from . import common
+from . import common, terminal
 from .common import err, note, out
-from .terminal import Terminal, is_open, keys_wait, unfenced
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -53,7 +52,7 @@ class ChatOptions:
     adapter: common.Adapters = None
 
 
-@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, *common.IMAGES)
+@common.loading(*common.RUNNING, *common.IMAGES)
 @common.taking(ChatOptions)
 def chat(asked: ChatOptions, load: LoadSettings) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D or /quit ends.
@@ -80,21 +79,18 @@ def chat(asked: ChatOptions, load: LoadSettings) -> None:
 
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
-        self.llm, self.params, self.system = llm, params, system
-        self.terminal = Terminal.standard([*COMMANDS])
+        self.llm, self.params = llm, params
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self.terminal = terminal.standard([*COMMANDS])
         self.draft_tokens: int | None = None
         self.drafter: bool | str = True
         self.turns: list[RequestStats] = []
         self.images: list[str] = []  # for the next message
-        self.clear()
-
-    def clear(self) -> None:
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
 
     def run(self) -> None:
         while True:
             try:
-                line = self.read().strip()
+                line = terminal.read(self.terminal).strip()
             except (EOFError, KeyboardInterrupt):
                 out.print()
                 return
@@ -112,19 +108,6 @@ class Conversation:
             except KeyboardInterrupt:  # while an image is read
                 out.print()
 
-    def read(self) -> str:
-        """The next message. From a pipe a line is a message; three quotes begin one of several lines, and three quotes
-        end it."""
-        if self.terminal is not None:
-            return self.terminal.read()
-        text = out.input("[bold]>>> [/bold]")
-        while is_open(text):
-            try:
-                text += "\n" + out.input("")
-            except EOFError:  # the pipe ended first: answer the text so far
-                break
-        return unfenced(text)
-
     def command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         if name == "/stats":
@@ -132,7 +115,7 @@ class Conversation:
                 reused = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
                 note(f"turn {i}: {common.stats_line(stats, reused)}")
         elif name == "/clear":
-            self.clear()
+            self.messages = [m for m in self.messages if m["role"] == "system"]
         elif name == "/draft":
             with bad_input(OutriderError, lambda _: f"/draft takes 0..{MAX_DRAFT} or auto, got {argument!r}"):
                 self.draft_tokens = parse_draft_tokens(argument.strip() or "auto")
@@ -140,10 +123,8 @@ class Conversation:
             with bad_input(ValueError, lambda _: f"/seed takes a whole number, got {argument!r}"):
                 self.params = replace(self.params, seed=int(argument))
         elif name == "/system":
-            self.system = argument.strip() or None
-            self.messages = [m for m in self.messages if m["role"] != "system"]
-            if self.system:
-                self.messages.insert(0, {"role": "system", "content": self.system})
+            told = [{"role": "system", "content": argument.strip()}] if argument.strip() else []
+            self.messages = told + [m for m in self.messages if m["role"] != "system"]
         elif name == "/drafter":
             self.choose_drafter(argument.strip())
         elif name == "/adapter":
@@ -154,14 +135,11 @@ class Conversation:
             self.retry()
         elif name == "/save":
             path = named_file(name, argument)
-            path.write_text(
-                json.dumps({"model": self.llm.name, "messages": self.messages}, ensure_ascii=False, indent=1),
-                encoding="utf-8",
-            )
+            kept = {"model": self.llm.name, "messages": self.messages}
+            path.write_text(json.dumps(kept, ensure_ascii=False, indent=1), encoding="utf-8")
             note(f"{len(self.messages)} messages in {path}")
         elif name == "/load":
             self.messages = read_messages(named_file(name, argument))
-            self.system = next((m["content"] for m in self.messages if m["role"] == "system"), None)
             note(f"{len(self.messages)} messages")
         else:
             note(HELP)
@@ -210,26 +188,22 @@ class Conversation:
         pending = self.images if isinstance(content, str) else []
         if pending:
             content = [*({"type": "image", "image": path} for path in pending), {"type": "text", "text": str(content)}]
-        with keys_wait():
-            self._answer(content)
-        if pending:  # kept where the message was refused
-            self.images = []
-
-    def _answer(self, content: str | list[dict[str, str]]) -> None:
         self.messages.append({"role": "user", "content": content})
         text = ""
         try:
-            ids = self.llm.chat_prompt(self.messages)
-            if len(ids) >= (most := self.llm.engine.max_context) and len(self.messages) > 1 + bool(self.system):
-                held = f"the conversation has {len(ids)} tokens; the context holds {most}"
-                raise OutriderError(f"{held}: /clear forgets what was said so far")
-            for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
-                text += event.text
-                out.print(event.text, end="")
-                if event.stats is not None:
-                    self.turns.append(event.stats)
-                    out.print()
-                    note(common.stats_line(event.stats, event.finish_reason or ""))
+            with terminal.keys_wait():
+                ids = self.llm.chat_prompt(self.messages)
+                said = [m for m in self.messages if m["role"] != "system"]
+                if len(ids) >= (most := self.llm.engine.max_context) and len(said) > 1:
+                    held = f"the conversation has {len(ids)} tokens; the context holds {most}"
+                    raise OutriderError(f"{held}: /clear forgets what was said so far")
+                for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
+                    text += event.text
+                    out.print(event.text, end="")
+                    if event.stats is not None:
+                        self.turns.append(event.stats)
+                        out.print()
+                        note(common.stats_line(event.stats, event.finish_reason or ""))
         except KeyboardInterrupt:
             out.print()
             note("stopped")
@@ -237,6 +211,8 @@ class Conversation:
             self.messages.pop()
             raise
         self.messages.append({"role": "assistant", "content": text})
+        if pending:  # kept where the message was refused
+            self.images = []
 
 
 def named_file(command: str, argument: str) -> Path:

@@ -7,13 +7,15 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ..ops.cpu.build import cache_path
 from ..types import OutriderError
+from .common import out
 
 if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
     from prompt_toolkit.input import Input
     from prompt_toolkit.key_binding import KeyBindings
@@ -32,37 +34,44 @@ def unfenced(text: str) -> str:
     return text.rstrip().removeprefix(FENCE).removesuffix(FENCE) if text.startswith(FENCE) else text
 
 
-class Terminal:
-    def __init__(self, commands: Sequence[str], input: Input | None = None, output: Output | None = None) -> None:
-        """input, output: for tests; None: standard input and output."""
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
+def session(commands: Sequence[str], input: Input | None = None, output: Output | None = None) -> PromptSession[str]:
+    """input, output: for tests; None: standard input and output."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
 
-        self.session: PromptSession[str] = PromptSession(
-            multiline=True,
-            key_bindings=_keys(),
-            history=_history(),
-            completer=WordCompleter([*commands], sentence=True),
-            complete_while_typing=False,
-            enable_history_search=True,
-            input=input,
-            output=output,
-        )
+    return PromptSession(
+        multiline=True,
+        key_bindings=_keys(),
+        history=_history(),
+        completer=WordCompleter([*commands], sentence=True),
+        complete_while_typing=False,
+        enable_history_search=True,
+        input=input,
+        output=output,
+    )
 
-    @staticmethod
-    def standard(commands: Sequence[str]) -> Terminal | None:
-        """Standard input and output, where both are a terminal that understands escapes."""
-        if sys.stdin is None:
-            raise OutriderError("standard input is closed: nothing can be read from it")
-        if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            return Terminal(commands)
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # like prompt_toolkit
-        return None
 
-    def read(self) -> str:
-        """One message. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, both on an empty line."""
-        return unfenced(self.session.prompt(">>> ", prompt_continuation="... "))
+def standard(commands: Sequence[str]) -> PromptSession[str] | None:
+    """Standard input and output, where both are a terminal that understands escapes."""
+    if sys.stdin is None:
+        raise OutriderError("standard input is closed: nothing can be read from it")
+    if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        return session(commands)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # like prompt_toolkit
+    return None
+
+
+def read(typed: PromptSession[str] | None) -> str:
+    """The next message. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, both on an empty line. From a pipe (None) a
+    line is a message; three quotes begin one of several lines, and three quotes end it."""
+    if typed is not None:
+        return unfenced(typed.prompt(">>> ", prompt_continuation="... "))
+    text = out.input("[bold]>>> [/bold]")
+    with suppress(EOFError):  # the pipe ended first: answer the text so far
+        while is_open(text):
+            text += "\n" + out.input("")
+    return unfenced(text)
 
 
 @contextmanager
@@ -114,9 +123,7 @@ def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = cache_path("chat_history")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-    except OSError:
-        return InMemoryHistory()
     return FileHistory(str(path)) if os.access(path, os.R_OK | os.W_OK) else InMemoryHistory()

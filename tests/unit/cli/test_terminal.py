@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from outrider.cli.terminal import Terminal, is_open, keys_wait, unfenced
+from outrider.cli.terminal import is_open, keys_wait, read, session, unfenced
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
@@ -27,19 +28,19 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipeInput]
         yield made
 
 
-def terminal(keys: PipeInput) -> Terminal:
-    return Terminal(["/stats", "/system"], keys, DummyOutput())
+def terminal(keys: PipeInput) -> PromptSession[str]:
+    return session(["/stats", "/system"], keys, DummyOutput())
 
 
 def test_a_long_paste_of_many_lines_is_one_message(keys: PipeInput) -> None:
     text = "\n".join(f"line {i}: {'é' * 60}" for i in range(120))
     keys.send_text("See: " + PASTE + text.replace("\n", "\r") + PASTED + "\r")
-    assert terminal(keys).read() == "See: " + text
+    assert read(terminal(keys)) == "See: " + text
 
 
 def test_three_quotes_begin_lines_and_end_them(keys: PipeInput) -> None:
     keys.send_text('"""one\rtwo\rthree"""\r')
-    assert terminal(keys).read() == "one\ntwo\nthree"
+    assert read(terminal(keys)) == "one\ntwo\nthree"
     assert (
         is_open('"""')
         and is_open('"""a"')
@@ -52,10 +53,10 @@ def test_three_quotes_begin_lines_and_end_them(keys: PipeInput) -> None:
 def test_editing_history_and_completion(keys: PipeInput) -> None:
     first = terminal(keys)
     keys.send_text("hello wrld\x1b[D\x1b[D\x1b[Do\r")
-    assert first.read() == "hello world"
+    assert read(first) == "hello world"
     # another conversation has it, too
-    assert [*terminal(keys).session.history.load_history_strings()] == ["hello world"]
-    completer = first.session.completer
+    assert [*terminal(keys).history.load_history_strings()] == ["hello world"]
+    completer = first.completer
     assert completer is not None
     found = completer.get_completions(Document("/sta"), CompleteEvent())
     assert [each.text for each in found] == ["/stats"]
@@ -64,17 +65,17 @@ def test_editing_history_and_completion(keys: PipeInput) -> None:
 def test_ctrl_c_clears_a_half_typed_line_and_ends_on_an_empty_one(keys: PipeInput) -> None:
     made = terminal(keys)
     keys.send_text("half\x03whole\r")
-    assert made.read() == "whole"
+    assert read(made) == "whole"
     for key, error in (("\x03", KeyboardInterrupt), ("\x04", EOFError)):
         keys.send_text(key)
         with pytest.raises(error):
-            made.read()
+            read(made)
 
 
 def test_a_history_that_cannot_be_written_is_kept_in_memory(keys: PipeInput, tmp_path: Path) -> None:
     (tmp_path / "chat_history").mkdir()
     keys.send_text("hello\r")
-    assert terminal(keys).read() == "hello"
+    assert read(terminal(keys)) == "hello"
 
 
 def test_keys_typed_during_an_answer_are_not_shown_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
