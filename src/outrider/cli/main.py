@@ -8,7 +8,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -73,25 +72,16 @@ def main() -> None:
             print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
-    world = os.environ.get("WORLD_SIZE", "")
-    if left_a_team() or (world.isdecimal() and int(world) > 1):
+    world, parallel = os.environ.get("WORLD_SIZE", ""), sys.modules.get("outrider.parallel.process_group")
+    team = parallel.ProcessGroup.here if parallel is not None else None
+    if team is not None:  # a model was divided over processes
+        team.close()
+    if team is not None or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still use the interpreter, and abort the process
         # during its shutdown: so skip the shutdown.
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
-
-
-def left_a_team() -> bool:
-    """Whether a model was divided over processes; ends the other ranks."""
-    if "outrider.parallel.process_group" not in sys.modules:
-        return False
-    from ..parallel.process_group import ProcessGroup
-
-    if ProcessGroup.here is None:
-        return False
-    ProcessGroup.here.close()
-    return True
 
 
 def run() -> int:
@@ -133,12 +123,11 @@ def refused(why: str, where: str = "") -> int:
 
 def out_option() -> str:
     """The path of --out: an error of an open file does not name its path."""
-    given = [
-        (after if word == "--out" else word[6:])
-        for word, after in pairwise([*sys.argv, ""])
-        if word.startswith("--out")
-    ]
-    return given[-1] if given else ""
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--out", nargs="?", default="")
+    return parser.parse_known_args()[0].out or ""
 
 
 if __name__ == "__main__":

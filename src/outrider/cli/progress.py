@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.progress import Progress, TaskID, TextColumn
+from rich.progress import Progress, TextColumn
 
 from .common import err, note
 
@@ -18,7 +18,6 @@ class StageProgress:
     def __init__(self, quiet: bool = False):
         self.quiet = quiet
         self.bar: Progress | None = None
-        self.task: TaskID | None = None
         self.stage, self.told, self.began = "", 0.0, 0.0
 
     def __enter__(self) -> StageProgress:
@@ -43,11 +42,11 @@ class StageProgress:
         if new:
             self.stage, self.began = stage, time.perf_counter()
         if self.bar is not None:
-            if new and self.task is not None:
-                self.bar.remove_task(self.task)
-            if new or self.task is None:
-                self.task = self.bar.add_task(stage, total=None, note=note)
-            self.bar.update(self.task, completed=done, total=total if done or total > 1 else None, note=note)
+            if new:
+                for before in self.bar.task_ids:
+                    self.bar.remove_task(before)
+                self.bar.add_task(stage, total=None, note=note)
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total if done or total > 1 else None, note=note)
         elif new or time.perf_counter() - self.told >= EVERY:
             self.told = time.perf_counter()
             self.say(self.line(done, total, note))
