@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,10 +147,9 @@ class Conversation:
 
     def choose_adapter(self, name: str) -> None:
         """Without a name: prints which one is used."""
-        known = self.llm.adapters.paths if self.llm.adapters is not None else {}
-        if name and name != "none" and name not in known:
-            raise OutriderError(f"/adapter takes none{''.join(f', {one}' for one in known)}, got {name!r}")
+        known = ("none", *(self.llm.adapters.paths if self.llm.adapters is not None else ()))
         if name:
+            require(name in known, f"/adapter takes {', '.join(known)}, got {name!r}")
             self.llm.adapter = None if name == "none" else name
         note(f"adapter: {self.llm.adapter or 'none'}")
 
@@ -163,37 +163,33 @@ class Conversation:
         """Without a name: prints which one is used."""
         known: dict[str, bool | str] = {"auto": True, "none": False, "ngram": "ngram"}
         known |= {one.name: one.name for one in (self.llm.drafter.members if self.llm.drafter is not None else ())}
-        if not name:
-            now = next(key for key, value in known.items() if value == self.drafter)
-            note(f"{self.llm.drafter_note}; in use: {now}")
-        elif name in known:
+        if name:
+            mend = "others are loaded with --drafter"
+            require(name in known, f"/drafter takes {', '.join(known)}, got {name!r}: {mend}")
             self.drafter = known[name]
         else:
-            raise OutriderError(f"/drafter takes {', '.join(known)}, got {name!r}: others are loaded with --drafter")
+            now = next(key for key, value in known.items() if value == self.drafter)
+            note(f"{self.llm.drafter_note}; in use: {now}")
 
     def retry(self) -> None:
         """Sends the last message again with another seed; at temperature 0 the answer stays the same."""
         asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         require(bool(asked), "/retry: nothing was asked yet")
-        before, self.messages = self.messages, self.messages[: asked[-1]]
         self.params = replace(self.params, seed=self.params.seed + 1)
-        try:
-            self.answer(before[asked[-1]]["content"])
-        except OutriderError:
-            self.messages = before
-            raise
+        self.answer(self.messages[asked[-1]]["content"], self.messages[: asked[-1]])
 
-    def answer(self, content: str | list[dict[str, str]]) -> None:
-        """A message: a text, or the parts of an earlier one."""
+    def answer(self, content: str | list[dict[str, str]], before: Sequence[dict[str, Any]] | None = None) -> None:
+        """content: a text, or the parts of an earlier message; before: the messages before it, if not all. A message
+        that is refused leaves the conversation as it was."""
         pending = self.images if isinstance(content, str) else []
         if pending:
             content = [*({"type": "image", "image": path} for path in pending), {"type": "text", "text": str(content)}]
-        self.messages.append({"role": "user", "content": content})
+        messages = [*(self.messages if before is None else before), {"role": "user", "content": content}]
         text = ""
         try:
             with terminal.keys_wait():
-                ids = self.llm.chat_prompt(self.messages)
-                said = [m for m in self.messages if m["role"] != "system"]
+                ids = self.llm.chat_prompt(messages)
+                said = [m for m in messages if m["role"] != "system"]
                 if len(ids) >= (most := self.llm.engine.max_context) and len(said) > 1:
                     held = f"the conversation has {len(ids)} tokens; the context holds {most}"
                     raise OutriderError(f"{held}: /clear forgets what was said so far")
@@ -207,11 +203,8 @@ class Conversation:
         except KeyboardInterrupt:
             out.print()
             note("stopped")
-        except OutriderError:
-            self.messages.pop()
-            raise
-        self.messages.append({"role": "assistant", "content": text})
-        if pending:  # kept where the message was refused
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        if pending:
             self.images = []
 
 
