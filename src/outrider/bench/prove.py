@@ -21,6 +21,7 @@ from ..llm import LLM, Completion
 from ..types import MAX_DRAFT, SamplingParams
 
 BATCH = 8
+Tokens = Sequence[list[int]]  # of several prompts or answers
 COMPARED = {
     "row invariance": "logits of a position computed alone, in blocks and in a batch, bit for bit",
     "identity": "tokens of plain decoding with those of every drafter and K",
@@ -37,7 +38,7 @@ class ProofResult:
 
 
 def prove(
-    llm: LLM, prompts: Sequence[list[int]], ks: Sequence[int], max_tokens: int, seed: int, temperatures: Sequence[float]
+    llm: LLM, prompts: Tokens, ks: Sequence[int], max_tokens: int, seed: int, temperatures: Sequence[float]
 ) -> Iterator[ProofResult]:
     yield from row_invariance(llm, prompts[:4])
     for temperature in temperatures:
@@ -48,16 +49,18 @@ def prove(
         for params, some in cases:
             plain = [llm.generate(p, params, drafter=False)[0].token_ids for p in some]
             for drafter in llm.engine.controller.drafters:
-                for k in ks:
-                    yield identity(llm, some, plain, params, drafter, k)
-                if drafter == "mtp" and llm.engine.can.trees and not llm.engine.graphs:
-                    yield identity(llm, some, plain, params, drafter, 4, tree=MAX_DRAFT)
-            yield identity(llm, some, plain, params, None, None)
+                branches = drafter == "mtp" and llm.engine.can.trees and not llm.engine.graphs
+                for k, tree in [*((k, 0) for k in ks), *([(4, MAX_DRAFT)] if branches else [])]:
+                    found = [llm.generate(p, params, k, drafter, tree)[0].token_ids for p in some]
+                    drafted = f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
+                    yield identity(llm, some, plain, found, params, drafted)
+            together = [c.token_ids for c in llm.generate([list(p) for p in some], params)]
+            yield identity(llm, some, plain, together, params, "auto, one batch")
         yield from answers(llm, prompts[:BATCH], cases[0][0], ks)
 
 
 # ---- 1
-def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResult]:
+def row_invariance(llm: LLM, prompts: Tokens) -> Iterator[ProofResult]:
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True)
         answer = llm.generate(prompt, params, drafter=False)[0].token_ids
@@ -74,7 +77,7 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResu
 
 
 @torch.inference_mode()
-def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int], width: int) -> Tensor:
+def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int) -> Tensor:
     """Logits [B, 17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh
     cache."""
     engine, store = llm.engine, llm.engine.store
@@ -96,9 +99,7 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int]
     return torch.cat(out, 1)
 
 
-def _rows(
-    engine: Engine, caches: Sequence[SeqCache], sequences: Sequence[list[int]], begins: Sequence[int], count: int
-) -> Tensor:
+def _rows(engine: Engine, caches: Sequence[SeqCache], sequences: Tokens, begins: Sequence[int], count: int) -> Tensor:
     """Hidden states of `count` tokens of each sequence from these positions on."""
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=engine.device)
     kv = engine.runner.view([cache.slot for cache in caches], [(begin, count) for begin in begins])
@@ -107,20 +108,9 @@ def _rows(
 
 # ---- 2
 def identity(
-    llm: LLM,
-    prompts: Sequence[list[int]],
-    plain: Sequence[list[int]],
-    params: SamplingParams,
-    drafter: str | None,
-    k: int | None,
-    tree: int = 0,
+    llm: LLM, prompts: Tokens, plain: Tokens, answers: Tokens, params: SamplingParams, drafted: str
 ) -> ProofResult:
-    """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
-    if drafter is None:
-        answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
-    else:
-        answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in prompts]
-    drafted = "auto, one batch" if drafter is None else f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
+    """Whether the answers are those of plain decoding; drafted: how they were made, in words."""
     case = f"{sampled(params)}, {drafted}"
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
@@ -148,7 +138,7 @@ def _logprob_gap(
 
 
 # ---- 3
-def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
+def answers(llm: LLM, prompts: Tokens, params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
     """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the
     way."""
     asked = []
