@@ -58,9 +58,6 @@ def model_names(incomplete: str) -> list[str]:
 
 Model = Annotated[str, typer.Argument(help=NAMES, autocompletion=model_names)]
 MaxTokens = Annotated[int, "Most tokens to generate."]
-Temperature = Annotated[float, "0: always the likeliest token (greedy); 1: as the model has it."]
-TopP = Annotated[float, "Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off."]
-TopK = Annotated[int, "Draw only from this many likeliest tokens; 0: off."]
 Seed = Annotated[int, "Random seed."]
 Adapters = Annotated[
     list[str] | None,

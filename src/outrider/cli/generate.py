@@ -28,9 +28,11 @@ class GenerateOptions:
     image: common.ImageFiles = None
     raw: Annotated[bool, "No chat template: continue the text as it is."] = False
     max_tokens: common.MaxTokens = 256
-    temperature: common.Temperature = 0.0
-    top_p: common.TopP = 1.0
-    top_k: common.TopK = 0
+    temperature: Annotated[float, "0: always the likeliest token (greedy); 1: as the model has it."] = 0.0
+    top_p: Annotated[float, "Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off."] = (
+        1.0
+    )
+    top_k: Annotated[int, "Draw only from this many likeliest tokens; 0: off."] = 0
     min_p: Annotated[float, "Drop tokens less likely than this share of the likeliest; 0: off."] = 0.0
     repetition_penalty: Annotated[float, "Over 1: tokens of prompt and answer so far are less likely; 1: off."] = 1.0
     presence_penalty: Annotated[float, "OpenAI's, -2..2: taken off tokens that the answer already has."] = 0.0
