@@ -50,14 +50,14 @@ def summarise(cells: Sequence[Cell]) -> list[Row]:
     rows = []
     for temperature, batch in sorted({(c.temperature, c.batch) for c in cells}):
         here = [c for c in cells if (c.temperature, c.batch) == (temperature, batch)]
-        names = list(dict.fromkeys([PLAIN] * any(c.contestant == PLAIN for c in here) + [c.contestant for c in here]))
+        names = sorted(dict.fromkeys(c.contestant for c in here), key=lambda name: name != PLAIN)
         for category in [ALL, *dict.fromkeys(c.category for c in here)]:
             chosen = [c for c in here if category in (ALL, c.category)]
             plain = _medians([c for c in chosen if c.contestant == PLAIN])
             for name in names:
-                row = _row(name, category, temperature, batch, [c for c in chosen if c.contestant == name], plain)
-                if row is not None:
-                    rows.append(row)
+                mine = [c for c in chosen if c.contestant == name]
+                if found := _medians(mine):
+                    rows.append(_row(category, mine, found, plain))
     return rows
 
 
@@ -80,12 +80,8 @@ def _medians(cells: Sequence[Cell]) -> dict[str, _Median]:
     }
 
 
-def _row(
-    name: str, category: str, temperature: float, batch: int, cells: Sequence[Cell], plain: Mapping[str, _Median]
-) -> Row | None:
-    found = _medians(cells)
-    if not found:
-        return None
+def _row(category: str, cells: Sequence[Cell], found: Mapping[str, _Median], plain: Mapping[str, _Median]) -> Row:
+    """Of one contestant's cells at one temperature and batch. found, plain: its medians, and plain decoding's."""
     seconds, tokens = sum(m.seconds for m in found.values()), sum(m.tokens for m in found.values())
     both = [g for g in found if g in plain]
     speedup, low, high = (None, None, None) if not both else _interval([(plain[g], found[g]) for g in both])
@@ -93,10 +89,10 @@ def _row(
     tried, right = (map(sum, zip(*(getattr(c, f"{k}_by_position") for c in cells))) for k in ("drafted", "accepted"))
     digests = {c.group: c.digest for c in cells}
     return Row(
-        name,
+        cells[0].contestant,
         category,
-        temperature,
-        batch,
+        cells[0].temperature,
+        cells[0].batch,
         len(found),
         1e3 * seconds / tokens,
         tokens / seconds,
