@@ -28,6 +28,7 @@ PLAIN = "plain"
 # of a run, stored with its results: contestants, temperatures, batches, repeats, seed, and what else a resumed run must
 # have in common with it
 Settings = Mapping[str, Any]
+CellKey = tuple[str, float, int, str, int]  # contestant, temperature, batch, group, repeat
 Answer = tuple[list[int], RequestStats]  # token ids; times and, of ours, counts of drafts
 
 
@@ -89,9 +90,9 @@ class Cell:
     contestant: str
     temperature: float
     batch: int
-    category: str
     group: str  # the ids of its prompts, joined
     repeat: int
+    category: str
     seconds: float  # of the decoding
     tokens: int  # decoded in them
     ttft_s: float  # median over the group
@@ -104,26 +105,15 @@ class Cell:
     accepted_by_position: list[int]
 
     @staticmethod
-    def of(
-        contestant: str,
-        temperature: float,
-        group: Sequence[Prompt],
-        repeat: int,
-        answers: Sequence[Answer],
-        whole: float,
-    ) -> Cell:
+    def of(key: CellKey, category: str, answers: Sequence[Answer], whole: float) -> Cell:
         """`whole`: seconds of the batch. A single answer's first cycle belongs to its time to first token."""
         ids, found = [ids for ids, _ in answers], [stats for _, stats in answers]
         seconds, tokens = whole, sum(map(len, ids))
         if len(found) == 1:
             seconds, tokens = found[0].decode_s, max(0, found[0].new_tokens - found[0].first_emitted)
         return Cell(
-            contestant,
-            temperature,
-            len(group),
-            group[0].category,
-            group_name(group),
-            repeat,
+            *key,
+            category,
             seconds,
             tokens,
             ttft_s=sorted(s.ttft_s for s in found)[len(found) // 2],
@@ -136,7 +126,7 @@ class Cell:
         )
 
     @property
-    def key(self) -> tuple[str, float, int, str, int]:
+    def key(self) -> CellKey:
         return (self.contestant, self.temperature, self.batch, self.group, self.repeat)
 
 
@@ -187,10 +177,6 @@ def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     return [(members[at:] + members * batch)[:batch] for members, at in starts]
 
 
-def group_name(group: Sequence[Prompt]) -> str:
-    return "|".join(p.id for p in group)
-
-
 def run(
     contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: Settings, store: Store
 ) -> Iterator[Cell | None]:
@@ -200,7 +186,8 @@ def run(
         for (index, group), repeat in product(enumerate(groups(prompts, batch)), range(settings["repeats"])):
             turn = (index + repeat) % len(contestants)
             for contestant in [*contestants[turn:], *contestants[:turn]]:
-                if (contestant.name, temperature, batch, group_name(group), repeat) in store.done:
+                key = (contestant.name, temperature, batch, "|".join(p.id for p in group), repeat)
+                if key in store.done:
                     yield None
                     continue
                 if contestant.name not in warm:
@@ -208,7 +195,7 @@ def run(
                     short = Prompt("warm-up", "warm-up", group[0].text[:200], 16)
                     contestant.answer([short], temperature, settings["seed"])
                 timed = contestant.answer(group, temperature, settings["seed"])
-                store.add(cell := Cell.of(contestant.name, temperature, group, repeat, *timed))
+                store.add(cell := Cell.of(key, group[0].category, *timed))
                 yield cell
 
 

@@ -6,30 +6,21 @@ its own random numbers.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import LoadSettings
 from ..prompts import Prompt
-from ..types import OutriderError, RequestStats, bad_input, require
+from ..types import RequestStats, bad_input, require
 from .harness import Answer, Contestant
 
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True)
-class PeerSetup:
-    """The input of every peer: the checkpoint (a folder or a .gguf file), and where and how it runs."""
-
-    path: Path
-    encode: Callable[[Prompt], list[int]]
-    eos: frozenset[int]
-    threads: int
-    device: str
-    dtype: str
+    from ..llm import LLM
 
 
 class Transformers:
@@ -37,7 +28,7 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, setup: PeerSetup) -> None:
+    def __init__(self, llm: LLM, path: Path, load: LoadSettings) -> None:
         import torch
         import torch._meta_registrations
         from transformers import AutoModelForCausalLM
@@ -45,15 +36,15 @@ class Transformers:
         # transformers makes models without memory: all of torch's rules (cli/quick.py)
         _ = torch._meta_registrations.register_meta
 
-        self.encode, self.eos, self.threads, path = setup.encode, sorted(setup.eos), setup.threads, setup.path
+        self.encode, self.eos, self.threads = llm.encode_chat, sorted(llm.engine.eos), cores(load)
         where: dict[str, object] = {}
         if path.suffix == ".gguf":  # dense weights: its packed kernels are many times slower on a CPU
             from transformers import GgufConfig
 
             where = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         folder = path.parent if path.suffix == ".gguf" else path
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=setup.dtype, **where).eval()
-        self.model.to(setup.device)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=load.dtype or "bfloat16", **where).eval()
+        self.model.to(llm.engine.device)
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         import torch
@@ -65,7 +56,7 @@ class Transformers:
             steps.append((time.perf_counter(), input_ids.shape[1]))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-        ids = [self.encode(p) for p in prompts]
+        ids = [self.encode(p.text) for p in prompts]
         width = max(map(len, ids))
         pad = self.eos[0]
         tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids], device=self.model.device)
@@ -102,15 +93,14 @@ class LlamaCpp:
 
     name = "llama-cpp"
 
-    def __init__(self, setup: PeerSetup) -> None:
-        if setup.path.suffix != ".gguf":
-            raise OutriderError(f"--against llama-cpp: llama.cpp reads GGUF files only, {setup.path} is none")
+    def __init__(self, llm: LLM, path: Path, load: LoadSettings) -> None:
+        require(path.suffix == ".gguf", f"--against llama-cpp: llama.cpp reads GGUF files only, {path} is none")
         from llama_cpp import Llama
 
-        self.encode, self.eos = setup.encode, setup.eos
-        threads = {"n_threads": setup.threads, "n_threads_batch": setup.threads}
-        layers = -1 if setup.device.startswith("cuda") else 0
-        self.model = Llama(str(setup.path), n_ctx=4096, n_gpu_layers=layers, verbose=False, **threads)
+        self.encode, self.eos = llm.encode_chat, llm.engine.eos
+        threads = {"n_threads": cores(load), "n_threads_batch": cores(load)}
+        layers = -1 if llm.engine.device.type == "cuda" else 0
+        self.model = Llama(str(path), n_ctx=4096, n_gpu_layers=layers, verbose=False, **threads)
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         answers = []
@@ -120,7 +110,7 @@ class LlamaCpp:
             began, first = time.perf_counter(), 0.0
             new: list[int] = []
             stream = self.model.generate(
-                self.encode(prompt),
+                self.encode(prompt.text),
                 temp=temperature,
                 top_k=0 if temperature else 1,
                 top_p=1.0,
@@ -139,6 +129,11 @@ class LlamaCpp:
         return answers, sum(stats.decode_s for _, stats in answers)
 
 
+def cores(load: LoadSettings) -> int:
+    """Threads: as many as we take ourselves."""
+    return load.threads or len(os.sched_getaffinity(0))
+
+
 def timed(ids: list[int], first_emitted: int, began: float, first: float, ended: float) -> Answer:
     """An answer that began, had its first tokens and ended at these times."""
     return ids, RequestStats(
@@ -146,15 +141,16 @@ def timed(ids: list[int], first_emitted: int, began: float, first: float, ended:
     )
 
 
-PEERS: dict[str, tuple[Callable[[PeerSetup], Contestant], str]] = {
+PEERS: dict[str, tuple[Callable[[LLM, Path, LoadSettings], Contestant], str]] = {
     "transformers": (Transformers, "transformers"),
     "llama-cpp": (LlamaCpp, "llama-cpp-python"),
 }
 
 
-def build(name: str, setup: PeerSetup) -> Contestant:
+def build(name: str, llm: LLM, path: Path, load: LoadSettings) -> Contestant:
+    """path: the checkpoint that the LLM was loaded from, a folder or a .gguf file."""
     require(name in PEERS, f"unknown peer {name!r}; known: {', '.join(PEERS)}")
     peer, package = PEERS[name]
     told = f"is not installed (pip install {package})"
     with bad_input(ModuleNotFoundError, lambda error: f"--against {name}: {error.name} {told}"):
-        return peer(setup)
+        return peer(llm, path, load)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -138,7 +137,7 @@ def _contestants(
     model: str, modes: list[DraftMode], peers: Sequence[str], batch: int, load: LoadSettings
 ) -> list[Contestant]:
     from ..bench import harness
-    from ..bench.peers import PeerSetup, build
+    from ..bench.peers import build
 
     found: list[Contestant] = []
     # the same prompt is repeated: a prefix cache would hide its cost
@@ -149,11 +148,7 @@ def _contestants(
     if peers:
         from ..weights import hub
 
-        path, kind = Path(hub.resolve(model).path), load.dtype or "bfloat16"
-        where, encode = str(llm.engine.device), lambda p: llm.encode_chat(p.text)
-        threads = load.threads or len(os.sched_getaffinity(0))  # as many as we take ourselves
-        setup = PeerSetup(path, encode, llm.engine.eos, threads, where, kind)
-        found += [build(name, setup) for name in peers]
+        found += [build(name, llm, Path(hub.resolve(model).path), load) for name in peers]
     return found
 
 
