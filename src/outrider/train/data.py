@@ -11,9 +11,10 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
@@ -24,7 +25,6 @@ from ..types import bad_input, require
 
 T = TypeVar("T")
 DAMAGED = (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error)  # how reading a broken file may fail
-OF_EACH = ("prompts", "index", "greedy", "seeds")  # arrays of Sequences with an entry for each
 
 
 def file_hash(path: str | Path) -> str:
@@ -35,11 +35,10 @@ def file_hash(path: str | Path) -> str:
 # ---- token sequences ------------------------------------------------------------------------------------------------
 @dataclass
 class Sequences:
-    """N token sequences, flat. The first `prompts[i]` tokens of sequence i were given, the rest is the target's
-    answer."""
+    """N token sequences, flat. The first `prompts[i]` tokens of sequence i were given, the rest is the answer."""
 
     tokens: np.ndarray  # uint16 or uint32 [total]
-    starts: np.ndarray  # int64 [N + 1]
+    lengths: np.ndarray  # int32 [N]
     prompts: np.ndarray  # int32 [N]
     index: np.ndarray  # int32 [N] the line of the prompt file it came from
     greedy: np.ndarray  # bool [N]
@@ -51,9 +50,9 @@ class Sequences:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.tokens[self.starts[i] : self.starts[i + 1]]
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.starts)
+    @cached_property
+    def starts(self) -> np.ndarray:  # int64 [N + 1]
+        return np.concatenate([[0], self.lengths.cumsum()])
 
     @property
     def answer_tokens(self) -> int:
@@ -69,48 +68,32 @@ class Sequences:
         seeds: Iterable[int] | None = None,
     ) -> Sequences:
         listed = list(rows)
-        kind = np.uint16 if vocab <= 1 << 16 else np.uint32
-        starts = np.zeros(len(listed) + 1, dtype=np.int64)
-        np.cumsum([len(r) for r in listed], out=starts[1:])
-        tokens = np.concatenate(listed).astype(kind) if listed else np.zeros(0, kind)
-        noise = np.zeros(len(listed), np.int64) if seeds is None else np.array(list(seeds), np.int64)
-        return Sequences(
-            tokens,
-            starts,
-            np.array(list(prompts), np.int32),
-            np.array(list(index), np.int32),
-            np.array(list(greedy), bool),
-            noise,
-        )
+        tokens = np.concatenate(listed).astype(np.uint16 if vocab <= 1 << 16 else np.uint32)
+        noise = np.zeros(len(listed), np.int64) if seeds is None else np.fromiter(seeds, np.int64)
+        lengths, given, lines = (np.fromiter(each, np.int32) for each in (map(len, listed), prompts, index))
+        return Sequences(tokens, lengths, given, lines, np.fromiter(greedy, bool), noise)
 
     def select(self, which: np.ndarray) -> Sequences:
-        starts = np.concatenate([[0], self.lengths[which]]).cumsum().astype(np.int64)
-        tokens = np.concatenate([self.tokens[:0], *(self[i] for i in which)])
-        return Sequences(tokens, starts, *(getattr(self, name)[which] for name in OF_EACH))
+        """which: indices, or a mask [N]."""
+        tokens = np.concatenate([self.tokens[:0], *(self[i] for i in np.arange(len(self))[which])])
+        return Sequences(tokens, *(getattr(self, f.name)[which] for f in fields(self)[1:]))
 
     @staticmethod
     def join(parts: list[Sequences]) -> Sequences:
-        starts = np.concatenate([[0], *(p.lengths for p in parts)]).cumsum().astype(np.int64)
-        return Sequences(
-            np.concatenate([p.tokens for p in parts]),
-            starts,
-            *(np.concatenate([getattr(p, name) for p in parts]) for name in OF_EACH),
-        )
+        return Sequences(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Sequences)))
 
     def save(self, path: Path) -> None:
         """Atomic: the file is whole or absent."""
         part = path.with_suffix(".part")
         with open(part, "wb") as file:
-            each = {name: getattr(self, name) for name in OF_EACH}
-            np.savez_compressed(file, tokens=self.tokens, lengths=self.lengths.astype(np.int32), **each)
+            np.savez_compressed(file, **{f.name: getattr(self, f.name) for f in fields(self)})
         part.replace(path)
 
     @staticmethod
     def load(path: Path) -> Sequences:
         what, advice = "not a file of token sequences", "delete it, or choose another --out"
         with bad_input(DAMAGED, lambda e: f"{path}: {what} ({e}): {advice}"), np.load(path) as file:
-            starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
-            return Sequences(file["tokens"], starts, *(file[name] for name in OF_EACH))
+            return Sequences(*(file[f.name] for f in fields(Sequences)))
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -119,11 +102,11 @@ class TrainBatch:
     """B sequences padded on the right to T, and which rows count. Queries are positions first..T-1 (Tq of them)."""
 
     ids: Tensor  # int64 [B, T]
-    first: int
     teacher: Tensor  # int64 [N] rows of [B·T] whose next-token distribution is needed
+    greedy: Tensor  # int64 [B] 1: a greedy answer
+    first: int
     anchors: list[Tensor]  # per step j = 1..K: int64 [A_j] rows of [B·Tq]
     targets: list[Tensor]  # per step: int64 [A_j] which of the N teacher rows each anchor is compared with
-    greedy: Tensor  # int64 [B] 1: a greedy answer
     which: np.ndarray  # int64 [B] the sequences, by their place in the data
     most: int  # anchors of one sequence, at most
 
@@ -134,12 +117,12 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> TrainBatch:
         def move(x: Tensor) -> Tensor:
-            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+            return x.pin_memory().to(device, non_blocking=True)
 
-        anchors, targets = [move(a) for a in self.anchors], [move(t) for t in self.targets]
-        return TrainBatch(
-            move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which, self.most
-        )
+        if device.type != "cuda":
+            return self
+        single: dict[str, Any] = {name: move(getattr(self, name)) for name in ("ids", "teacher", "greedy")}
+        return replace(self, **single, anchors=[*map(move, self.anchors)], targets=[*map(move, self.targets)])
 
 
 def make_batch(
@@ -165,17 +148,9 @@ def make_batch(
         rows, columns = np.nonzero(drawn & (at <= lengths[:, None] - 2 - j))
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
-    cold = torch.from_numpy(data.greedy[which].astype(np.int64))
-    return TrainBatch(
-        torch.from_numpy(ids),
-        first,
-        torch.from_numpy(np.nonzero(judged.reshape(-1))[0]),
-        anchors,
-        targets,
-        cold,
-        which,
-        int(drawn.sum(1).max()),
-    )
+    judged_rows, cold = np.nonzero(judged.reshape(-1))[0], data.greedy[which].astype(np.int64)
+    padded, teacher, greedy = (torch.from_numpy(x) for x in (ids, judged_rows, cold))
+    return TrainBatch(padded, teacher, greedy, first, anchors, targets, which, int(drawn.sum(1).max()))
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
