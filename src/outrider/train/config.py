@@ -1,6 +1,4 @@
-"""The settings of a training run: one frozen dataclass, filled by the command line and by the TOML of a recipe.
-Torch-free.
-"""
+"""The settings of a training run, from the command line and the TOML of a recipe. Torch-free."""
 
 # ruff: noqa: SIM905  # tables of names are easier to read as words
 from __future__ import annotations
@@ -11,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from ..types import OutriderError
+from ..types import is_a, require
 
 Say = Callable[[str], None]
 CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences answered at a time that each device is good at
@@ -22,13 +20,23 @@ class Bound:
     """The allowed values of a field, in words and as a test."""
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
-COUNT = Bound("a whole number of at least 1", lambda n: n >= 1 and n % 1 == 0)
-SIZE = Bound("a whole number of at least 0", lambda n: n >= 0 and n % 1 == 0)
-SHARE = Bound("in [0, 1]", lambda n: 0.0 <= n <= 1.0)
-POSITIVE = Bound("above 0", lambda n: 0.0 < n < float("inf"))
+def number(words: str, holds: Callable[[float], bool]) -> Bound:
+    return Bound(words, lambda n: (is_a(n, int) or is_a(n, float)) and holds(n))
+
+
+def one_of(*choices: str) -> Bound:
+    return Bound(", ".join(filter(None, choices)), lambda value: value in choices)
+
+
+COUNT = number("a whole number of at least 1", lambda n: n >= 1 and n % 1 == 0)
+SIZE = number("a whole number of at least 0", lambda n: n >= 0 and n % 1 == 0)
+SHARE = number("in [0, 1]", lambda n: 0.0 <= n <= 1.0)
+POSITIVE = number("above 0", lambda n: 0.0 < n < float("inf"))
+HEAT = number("in [0, 100]", lambda n: 0.0 <= n <= 100.0)
+KIND = one_of("mtp", "dflash", "eagle3")
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class TrainConfig:
     heldout: Annotated[int, SIZE] = 256  # prompts kept for evaluation, a fifth of all at most
     max_prompt: Annotated[int, SIZE] = 0  # longer prompts are left out; 0: 512 tokens, on a CPU 256
     max_new: Annotated[int, SIZE, "Maximum tokens per answer; 0: 192, on a CPU 96."] = 0
-    temperature: Annotated[float, Bound("in [0, 100]", lambda n: 0.0 <= n <= 100.0)] = 0.8  # of sampled answers
+    temperature: Annotated[float, HEAT] = 0.8  # of sampled answers
     greedy_share: Annotated[float, SHARE] = 0.5  # of the answers
     answers_per_prompt: Annotated[float, POSITIVE] = 1.0  # on average; those after the first are sampled
     answer_seed: int | None = None  # None: seed
@@ -53,10 +61,11 @@ class TrainConfig:
     carry: tuple[Path, ...] = ()  # data of earlier phases to learn from too
     carry_share: Annotated[float, SHARE] = 1.0  # share of their sampled answers that is taken
     # the drafter
-    kind: Annotated[str, "mtp: reads the target's K/V. dflash, eagle3: kinds that other engines load too."] = "mtp"
+    kind: Annotated[str, KIND, "mtp: reads the target's K/V. dflash, eagle3: kinds other engines load too."] = "mtp"
     init: Annotated[str | None, "Start from this drafter (for a fine-tuned or quantised target)."] = None
     adapter: Annotated[str | None, "A LoRA adapter (folder, .gguf file, id): draft for the target with it."] = None
-    style: str = "auto"  # auto, plain (reads any layers, head of the target) or gemma (Gemma 4's layout)
+    # plain: reads any layers, head of the target; gemma: Gemma 4's layout
+    style: Annotated[str, one_of("auto", "plain", "gemma")] = "auto"
     layers: Annotated[int, SIZE] = 0  # 0: 6; dflash: 4; eagle3 always has one
     kv_layers: tuple[int, ...] = ()  # plain style: the target layers to read; empty: spread over the upper half
     taps: tuple[int, ...] = ()  # target layers whose hidden state is fed in; empty: none; dflash, eagle3: 5, 3 of them
@@ -87,7 +96,7 @@ class TrainConfig:
         "Wall-clock time of everything (loading, answering, training, evaluation), instead of --steps.",
     ] = None
     answer_minutes: Annotated[float | None, POSITIVE] = None  # of these, at most for answering
-    optimizer: str = "adamw"  # or muon
+    optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
     lr: Annotated[float, POSITIVE, "Learning rate."] = 2e-3
     warmup_steps: Annotated[int, SIZE] = 0  # 0: 50, on a CPU 10
     lr_hold: Annotated[float, SHARE] = 0.3  # share of the run at the full rate; then it falls linearly
@@ -99,7 +108,7 @@ class TrainConfig:
     save_minutes: Annotated[float, POSITIVE] = 1.0
     # where
     device: str = "cpu"
-    dtype: str = ""  # float32 or bfloat16; empty: bfloat16 where the device multiplies it
+    dtype: Annotated[str, one_of("", "float32", "bfloat16")] = ""  # empty: bfloat16 where the device multiplies it
     command: str = ""
 
     @property
@@ -108,39 +117,27 @@ class TrainConfig:
 
     def resolved(self) -> TrainConfig:
         """With the defaults that depend on the device."""
-        usual: dict[str, tuple[float, float]] = {
-            "max_prompt": (512, 256),
-            "max_new": (192, 96),
-            "unroll": (5, 3),
-            "warmup_steps": (50, 10),
-        }
-        usual |= {"layers": (6, 6), "anchor_share": (1.0, 1.0)} | OF_KIND[self.kind]
-        chosen: dict[str, Any] = {name: getattr(self, name) or usual[name][0 if self.cuda else 1] for name in usual}
+        usual = OF_DEVICE["cuda" if self.cuda else "cpu"] | OF_KIND[self.kind]
+        chosen: dict[str, Any] = {name: getattr(self, name) or value for name, value in usual.items()}
         seed = self.seed if self.answer_seed is None else self.answer_seed
         return replace(self, answer_seed=seed, **chosen)
 
     def validated(self) -> TrainConfig:
         """Itself; OutriderError names the first field that is out of range."""
-        for name, notes in notes_by_field().items():
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+        for name, hint in get_type_hints(TrainConfig, include_extras=True).items():
+            value, notes = getattr(self, name), getattr(hint, "__metadata__", ())
+            option = any(isinstance(note, str) for note in notes)
+            label = "--" + name.replace("_", "-") if option else f"{name} (a key of the recipe)"
             for bound in (note for note in notes if isinstance(note, Bound) and value is not None):
-                if not number or not bound.holds(value):
-                    raise OutriderError(f"{label(name)} must be {bound.words}, got {value!r}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise OutriderError(
-                    f"{label(name)} must be {', '.join(filter(None, choices))}, got {getattr(self, name)!r}"
-                )
+                require(bound.holds(value), f"{label} must be {bound.words}, got {value!r}")
         return self
 
     def with_values(self, values: dict[str, Any], where: str, keep: frozenset[str] = frozenset()) -> TrainConfig:
         """With the keys of a recipe; names in `keep` stay as they are."""
         known = {f.name for f in fields(self)} - COMMAND_ONLY
         for name in values:
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                raise OutriderError(f"{where}: unknown key {name!r}{f' (did you mean {near[0]}?)' if near else ''}")
+            meant = "".join(f" (did you mean {near}?)" for near in get_close_matches(name, known, 1))
+            require(name in known, f"{where}: unknown key {name!r}{meant}")
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in keep}
         return replace(self, **given).validated()
 
@@ -163,35 +160,20 @@ class EvalConfig:
     dtype: str = "float32"
 
 
-# Defaults of a kind of drafter: on a GPU, on a CPU.
-OF_KIND: dict[str, dict[str, tuple[float, float]]] = {
-    "mtp": {},
-    "dflash": {"layers": (4, 4), "unroll": (7, 7), "anchor_share": (0.25, 0.25)},
-    "eagle3": {"layers": (1, 1), "anchor_share": (0.25, 0.25)},
+# Defaults of a device, and those of a kind of drafter, which win.
+OF_DEVICE: dict[str, dict[str, float]] = {
+    "cuda": {"max_prompt": 512, "max_new": 192, "unroll": 5, "warmup_steps": 50},
+    "cpu": {"max_prompt": 256, "max_new": 96, "unroll": 3, "warmup_steps": 10},
+}
+OF_KIND: dict[str, dict[str, float]] = {
+    "mtp": {"layers": 6, "anchor_share": 1.0},
+    "dflash": {"layers": 4, "unroll": 7, "anchor_share": 0.25},
+    "eagle3": {"layers": 1, "anchor_share": 0.25},
 }
 COMMAND_ONLY = set("target adapter data out eval_data carry command device".split())
 # Settings that may change freely in a resumed run. A change of CHANGEABLE is reported; all others are refused.
 FREE = COMMAND_ONLY | set("minutes answer_minutes slots dtype save_minutes log_every".split())
 CHANGEABLE = set(
-    "steps lr warmup_steps lr_hold lr_final unroll step_decay "
-    "survival_weight loss_row_share anchor_share "
-    "loss greedy_loss cluster_grad_share eval_every cluster_recall cluster_top".split()
+    "steps lr warmup_steps lr_hold lr_final unroll step_decay survival_weight loss_row_share anchor_share loss "
+    "greedy_loss cluster_grad_share eval_every cluster_recall cluster_top".split()
 )
-CHOICES = {
-    "kind": ("mtp", "dflash", "eagle3"),
-    "style": ("auto", "plain", "gemma"),
-    "optimizer": ("adamw", "muon"),
-    "dtype": ("", "float32", "bfloat16"),
-}
-
-
-def notes_by_field() -> dict[str, tuple[object, ...]]:
-    """Of each field: its bound and its option's help, as far as it has them."""
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-
-
-def label(name: str) -> str:
-    """How a user writes a field."""
-    option = any(isinstance(note, str) for note in notes_by_field()[name])
-    return "--" + name.replace("_", "-") if option else f"{name} (a key of the recipe)"
