@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import OutriderError
+from ..types import require
 
 TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # possible numbers of clusters scored per step
 # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
@@ -25,11 +25,10 @@ MEANING = 1.0  # likely_together: weight of the head's rows relative to the prof
 
 @torch.no_grad()
 def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """rows [V, h] -> token_ordering int64 [V] (cluster after cluster, V / C tokens each) and the clusters' means
-    [C, h]."""
+    """rows [V, h] -> token_ordering int64 [V] (cluster by cluster, V / C tokens each), the clusters' means [C, h]."""
     vocab = rows.shape[0]
-    if clusters < 1 or vocab % clusters:
-        raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
+    fits = clusters >= 1 and vocab % clusters == 0
+    require(fits, f"{vocab} tokens do not divide into {clusters} clusters of one size")
     size = vocab // clusters
     x = F.normalize(rows.float(), dim=-1)
     generator = torch.Generator().manual_seed(seed)
@@ -88,12 +87,9 @@ def likely_together(
     """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by
     how likely they are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped
     by the places where they are likely (√q over the states, projected at random). A context then needs few
-    clusters: at T = 1 the mass that the best clusters hold grows, which k-means of the head's rows, rare and
-    frequent tokens mixed, does not give."""
-    vocab = head.shape[0]
-    if clusters < 1 or vocab % clusters:
-        raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
-    size, generator = vocab // clusters, torch.Generator().manual_seed(0)
+    clusters, which k-means of the head's rows, rare and frequent tokens mixed, does not give."""
+    vocab, generator = head.shape[0], torch.Generator().manual_seed(0)
+    size = vocab // clusters
     where, mean = torch.zeros(vocab, width, device=g.device), torch.zeros(vocab, device=g.device)
     for part in g.split(4096):
         q = (part @ head.T).float().softmax(-1)  # [chunk, V]
@@ -103,15 +99,9 @@ def likely_together(
     meaning = F.normalize(head.float(), dim=-1)
     features = torch.cat((F.normalize(where, dim=-1), MEANING * meaning), -1)
     rank = mean.argsort(descending=True)
-    made, lo = [], 0
-    for n, part_of in enumerate((*bands, 0)):
-        count = clusters - lo if n == len(bands) else max(1, clusters // part_of)
-        if count <= 0:
-            continue
-        ids = rank[lo * size : (lo + count) * size]
-        made.append(ids[balanced_kmeans(features[ids], count)[0]])
-        lo += count
-    return torch.cat(made)
+    counts = [max(1, clusters // part_of) for part_of in bands]
+    cut = rank.split([size * count for count in (*counts, clusters - sum(counts)) if count > 0])
+    return torch.cat([ids[balanced_kmeans(features[ids], len(ids) // size)[0]] for ids in cut])
 
 
 def cluster_means(rows: Tensor, order: Tensor, clusters: int) -> Tensor:
@@ -168,14 +158,9 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) ->
 
 
 def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Recall:
-    """The cheapest point that finds the token often enough; else the best one under the allowed share of the
-    vocabulary."""
-    allowed = [r for r in curve if r.share < most]
-    if not allowed:
-        raise OutriderError(
-            "no top of the clustered head scores less than the allowed share of the vocabulary: more clusters are "
-            "needed"
-        )
+    """The cheapest point that finds the token often enough; else the best one that scores less than `most` of all."""
+    allowed, what = [r for r in curve if r.share < most], "less than the allowed share of the vocabulary"
+    require(bool(allowed), f"no top of the clustered head scores {what}: more clusters are needed")
     good = [r for r in allowed if r.recall >= need]
     return min(good, key=lambda r: r.weights) if good else max(allowed, key=lambda r: r.recall)
 

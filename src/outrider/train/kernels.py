@@ -75,8 +75,7 @@ def _head_terms(
 
 
 def head_terms(z: Tensor, logp: Tensor, best: Tensor, rows: Tensor, weight: Tensor, mix: Tensor, out: Tensor) -> None:
-    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit. mix float32 [A, 3] (rows may share
-    memory)."""
+    """z [A, V] becomes its gradient; out [A, 3]: weighted loss, alpha, hit. mix float32 [A, 3], maybe expanded."""
     vocab = z.shape[1]
     block = min(4096, triton.next_power_of_2(vocab))
     _head_terms[(z.shape[0],)](

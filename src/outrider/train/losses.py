@@ -6,10 +6,8 @@ p is the target's distribution at the position, q the drafter's. Per row, weight
 
 Σmin(p, q) = 1 − TV is the probability that rejection sampling accepts the drafted token; `hard` is the greedy
 objective. Rows may have different weights: greedy and sampled answers need different losses. The head is the expensive
-part of training a drafter (one vocabulary per row and step),
-so the logits are computed in chunks, turned into their own gradient in place, and multiplied back at once: nothing of
-size [rows, V] outlives its chunk. The head itself gets a gradient only if it requires one (a head tied to the target is
-frozen).
+part (one vocabulary per row and step), so the logits are computed in chunks, turned into their own gradient in place,
+and multiplied back at once: nothing of size [rows, V] outlives its chunk. A head tied to the target gets no gradient.
 
 On a CPU even that is too expensive for a large vocabulary. There a batch's loss uses some thousands of tokens
 (`Scored`): those that are likely under the target somewhere in the batch, those of the answers, and random ones that
@@ -85,9 +83,8 @@ class Scored:
         random."""
         must = torch.cat((likely[:, 0], said)).unique()
         found, often = likely.unique(return_counts=True)
-        wanted = found[often.argsort(descending=True, stable=True)][
-            : max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())
-        ]
+        room = max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())
+        wanted = found[often.argsort(descending=True, stable=True)][:room]
         sure = torch.cat((must, wanted)).unique()
         drawn = np.random.default_rng(seed).choice(vocab, size=max(1, count - sure.numel()), replace=False)
         others = torch.from_numpy(drawn).to(sure.device)
@@ -117,19 +114,17 @@ class Teacher:
 
     @staticmethod
     @torch.no_grad()
-    def of(model: TextModel, hidden: Tensor, dtype: torch.dtype, scored: Scored | None = None) -> Teacher:
+    def of(model: TextModel, hidden: Tensor, dtype: torch.dtype, scored: Scored = Scored()) -> Teacher:
         """hidden [N, H] after the final norm."""
-        scored = scored or Scored()
-        count, size = hidden.shape[0], model.config.vocab_size if scored.ids is None else scored.ids.numel()
         rows = None if scored.ids is None else scored.rows(as_tensor(model.head)).float()
-        logp = torch.empty((count, size), dtype=dtype, device=hidden.device)
-        best = torch.empty(count, dtype=torch.int64, device=hidden.device)
+        size = model.config.vocab_size if rows is None else len(rows)
+        logp = torch.empty((len(hidden), size), dtype=dtype, device=hidden.device)
+        best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         step = chunk_rows(hidden.device, 4 * size)
-        for lo in range(0, count, step):
-            part = hidden[lo : lo + step]
+        for part, p, top in zip(hidden.split(step), logp.split(step), best.split(step), strict=True):
             z = exact_logits(model, part) if rows is None else capped(part.float() @ rows.T, model.config.softcap)
-            best[lo : lo + step] = z.argmax(-1)
-            logp[lo : lo + step] = (z if scored.bias is None else z + scored.bias).log_softmax(-1)
+            top.copy_(z.argmax(-1))
+            p.copy_((z if scored.bias is None else z + scored.bias).log_softmax(-1))
         return Teacher(logp, best)
 
 
@@ -145,8 +140,7 @@ def capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
-    """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded
-    into ties."""
+    """Float32 logits; on a GPU straight from the bf16 product's accumulators: no near tie is rounded into one."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and isinstance(model.head, Tensor):
         return capped(torch.mm(hidden, model.head.T, out_dtype=torch.float32), model.config.softcap)
     return model.logits(hidden)
@@ -191,23 +185,21 @@ class HeadLoss(torch.autograd.Function):
         own = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None
         step = chunk_rows(g.device, g.element_size() * vocab)
         step = step if g.is_cuda else min(step, CPU_LOSS_ROWS)
-        for lo in range(0, count, step):
-            hi = min(count, lo + step)
-            z = g[lo:hi] @ head.T  # [chunk, V], becomes its own gradient
+        for part, at, w, mixed, to, out in zip(*(t.split(step) for t in (g, rows, weight, mix, terms, back))):
+            z = part @ head.T  # [chunk, V], becomes its own gradient
             if bias is not None:
                 z = z + bias.to(z.dtype)
             if z.is_cuda:
                 from .kernels import head_terms
 
-                head_terms(z, teacher.logp, teacher.best, rows[lo:hi], weight[lo:hi], mix[lo:hi], terms[lo:hi])
+                head_terms(z, teacher.logp, teacher.best, at, w, mixed, to)
             else:
-                at = rows[lo:hi]
-                *three, grad = row_terms(z, teacher.logp[at], teacher.best[at], weight[lo:hi], mix[lo:hi])
-                terms[lo:hi] = torch.stack(three, 1)
+                *three, grad = row_terms(z, teacher.logp[at], teacher.best[at], w, mixed)
+                to.copy_(torch.stack(three, 1))
                 z = grad.to(z.dtype)
-            torch.mm(z, head, out=back[lo:hi])
+            torch.mm(z, head, out=out)
             if own is not None:
-                own += z.T @ g[lo:hi]
+                own += z.T @ part
         ctx.save_for_backward(back, own)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(terms)
