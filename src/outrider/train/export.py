@@ -170,12 +170,9 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
         ids = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps], "fc_norm": config.fc_norms}
         return {**body, "architectures": ["LlamaForCausalLMEagle3"], **ids, **norms, **drafted}
     nested: Json = {"mask_token_id": config.mask_id, "target_layer_ids": taps, "block_size": config.block}
-    if config.embed_scale is not None:
-        nested["input_embedding_scale"] = config.embed_scale
-    if config.output_scale != 1.0:
-        nested["output_multiplier"] = config.output_scale
-    if config.softcap is not None:
-        nested["final_logit_softcapping"] = config.softcap
+    scales = {"input_embedding_scale": config.embed_scale, "final_logit_softcapping": config.softcap}
+    scales["output_multiplier"] = None if config.output_scale == 1.0 else config.output_scale
+    nested |= {k: v for k, v in scales.items() if v is not None}
     top: Json = {"architectures": ["DFlashDraftModel"], "block_size": config.block, "dflash_config": nested}
     if len(set(config.causal)) == 1:  # vLLM reads the one, SGLang the other
         nested["causal"] = top["is_causal"] = config.causal[0]
@@ -201,7 +198,7 @@ def save_drafter(
     folder: Path,
     config: DrafterConfig | BlockConfig,
     weights: Mapping[str, Tensor],
-    provenance: Mapping[str, object] | None = None,
+    provenance: Mapping[str, Any] = {},
     card: str = "",
 ) -> None:
     """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
@@ -213,30 +210,28 @@ def save_drafter(
         pieces = tensor.split(list(plan.parts)) if plan.parts else (tensor,)
         for source, piece in zip(plan.sources, pieces, strict=True):
             tensors[source] = piece.contiguous().clone()
-    generation = {"is_assistant": True, "num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-    files: dict[str, Mapping[str, object] | str] = {"provenance.json": provenance or {}, "README.md": card}
+    files: dict[str, Mapping[str, Any]] = {"provenance.json": provenance}
     if isinstance(config, BlockConfig):
-        target = str(provenance["target"]) if provenance else None
-        write_folder(folder, block_dict(config, target), tensors, files)
+        files["config.json"] = block_dict(config, provenance.get("target"))
     else:
-        write_folder(folder, config_dict(config), tensors, {"generation_config.json": generation, **files})
+        schedule = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+        files |= {"config.json": config_dict(config), "generation_config.json": {"is_assistant": True, **schedule}}
+    write_folder(folder, tensors, files, card)
 
 
 def write_folder(
-    folder: Path, config: Json, tensors: Mapping[str, Tensor], others: Mapping[str, Mapping[str, object] | str] = {}
+    folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, Mapping[str, Any]], card: str = ""
 ) -> None:
-    """config.json, model.safetensors and other files, JSON or text; empty ones are left out."""
+    """model.safetensors, JSON files and the card; empty ones are left out."""
     advice = "free some space and run the command again"
     with bad_input(OSError, lambda error: f"{folder}: the drafter cannot be written ({error}); {advice}"):
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.part"
         save_file(dict(tensors), part, metadata={"format": "pt"})
-        write_json(folder / "config.json", config)
-        for name, content in others.items():
-            if isinstance(content, str) and content:
-                (folder / name).write_text(content, encoding="utf-8")
-            elif content:
-                write_json(folder / name, dict(content))  # type: ignore[call-overload]
+        for name in filter(files.get, files):
+            write_json(folder / name, files[name])
+        if card:
+            (folder / "README.md").write_text(card, encoding="utf-8")
         # safetensors makes it readable by its owner only: a server may run as another user
         part.chmod(S_IMODE((folder / "config.json").stat().st_mode))
         part.replace(folder / "model.safetensors")

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from ..models.block_config import BlockConfig, is_block
-from ..models.inspect import model_size
+from ..models.inspect import drafter_size, model_size
 from ..models.names import tensor_plan
 from ..prompts import Prompt, read_prompts
 from ..spec import acceptance_profile as acceptance
-from ..types import MAX_DRAFT, OutriderError, require
+from ..types import MAX_DRAFT, require
 from ..weights import hub
 from ..weights.files import fingerprint, open_source
 from ..weights.load import translate
@@ -47,9 +47,8 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter:
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     """At most `limit`, evenly over the file: prompt files are often sorted by category."""
     require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
+    count = min(limit or len(prompts), len(prompts))
+    return [prompts[int(i * len(prompts) / count)] for i in range(count)]
 
 
 def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = False, say: Say = print) -> Row:
@@ -73,7 +72,7 @@ def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = F
         files = hub.resolve(drafter, kind="drafter")
         made = acceptance.measure(found.runs(), fingerprint(files))
         say(f"{acceptance.write(Path(files.path), made)}: {made.judged} tokens judged")
-    share = net.size.step / model_size(target.config).active
+    share = drafter_size(net.config).step / model_size(target.config).active
     once = isinstance(net, BlockModule) and net.config.kind == "dflash"
     fastest = best_k(result["tokens_per_cycle"], share, once=once)
     return {**result, "draft_step_share": round(share, 4), "best_k": fastest}
@@ -84,15 +83,15 @@ def export_drafter(drafter: str, to: Path, layout: str) -> Json:
     files = hub.resolve(drafter, kind="drafter")
     require(is_block(files.config), f"{drafter} is no block drafter: only DFlash and EAGLE-3 have other layouts")
     config = translate(BlockConfig.from_hf, files)
-    if config.kind not in LAYOUTS[layout]:
-        raise OutriderError(f"{drafter}: {config.kind} drafters cannot be exported; DFlash and EAGLE-3 can")
-    if files.gguf is not None or recipe(files.config, files.name) is not None:
-        raise OutriderError(f"{drafter}: quantised weights cannot be exported")
+    kind = config.kind
+    require(kind in LAYOUTS[layout], f"{drafter}: {kind} drafters cannot be exported; DFlash and EAGLE-3 can")
+    dense = files.gguf is None and recipe(files.config, files.name) is None
+    require(dense, f"{drafter}: quantised weights cannot be exported")
     said = (files.config.get("speculators_config") or {}).get("verifier") or {}
     verifier = said.get("name_or_path") or read_json(files.path / "provenance.json").get("target")
-    raw = block_dict(replace(config, layout=LAYOUTS[layout][config.kind]), verifier)
+    raw = block_dict(replace(config, layout=LAYOUTS[layout][kind]), verifier)
     source = open_source(files)
     for name in (name for plan in tensor_plan(config, source.entries).values() for name in plan.sources):
         require(name in source.entries, f"{source.where}: tensor {name} is missing from the checkpoint")
-    write_folder(to, raw, {name: tensor(entry).clone() for name, entry in source.entries.items()})
+    write_folder(to, {name: tensor(entry).clone() for name, entry in source.entries.items()}, {"config.json": raw})
     return raw
