@@ -169,7 +169,7 @@ class ReferenceOps(TreeOps):
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""
         rows = F.embedding(ids, as_tensor(table))
-        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
+        return rows if scale == 1.0 else rows * float(torch.tensor(scale, dtype=rows.dtype))
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         """x [R, in] · w [out, in] -> [R, out]."""

@@ -1,5 +1,1 @@
-"""Training drafters: `run` is the whole command, `answers` generates the target's answers, `trainer` trains, `evaluate`
-measures, `export` writes.
-
-Serving a model needs none of this.
-"""
+"""Training drafters (`run` is the whole command). Serving a model needs none of this."""

@@ -1,10 +1,8 @@
-"""Generates the target's answers to prompts with the engine, in large batches; every answer is written as soon as it
-ends.
+"""Generates the target's answers to prompts with the engine, in large batches; each is written as soon as it ends.
 
 OUT/answers.jsonl has one line per answer: {"prompt": line of the prompt, "draw": the number of this answer to it,
 "temperature", "seed", "tokens", "done"}. An answer that the time limit or Ctrl-C cuts short has "done": false and
-continues later from there: the engine's noise depends on (seed, position) alone, so the text equals that of an
-uninterrupted run.
+continues later from there: the engine's noise depends on (seed, position) alone, so the text is the same.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ import gc
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from ..llm import LLM
 from ..models.inspect import kv_bytes
 from ..prompts import mend_end
 from ..types import OutriderError, SamplingParams, bad_input, require
-from .clock import Stop
+from .clock import Halt
 from .config import CPU_SLOTS, GPU_SLOTS, TrainConfig
 from .data import Sequences
 from .forecast import free_bytes
@@ -60,20 +58,15 @@ class RecordedAnswer(Task):
     done: bool
 
 
-def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.ndarray | None = None) -> list[Task]:
+def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.ndarray | float = 1.0) -> list[Task]:
     """All requested answers to prompts 0..count-1, in an order in which every prefix is a fair sample. `held` prompts
-    get a greedy answer and, if answers are sampled at all, a sampled one. weights [count]: relative number of answers
-    per prompt."""
+    get a greedy answer and, if answers are sampled at all, a sampled one. weights [count]: answers relative to 1."""
     seed = config.answer_seed or 0
     rng = np.random.default_rng((seed, 1))
     order, cold, luck = rng.permutation(count), rng.random(count) < config.greedy_share, rng.random(count)
-    times = np.floor(config.answers_per_prompt * (np.ones(count) if weights is None else weights) + luck).astype(
-        np.int64
-    )
-    aside = set(held.tolist())
-    hot = config.temperature if config.greedy_share < 1.0 else 0.0
-    open_tasks: list[Task] = []
-    held_tasks: list[Task] = []
+    times = np.floor(config.answers_per_prompt * weights + luck).astype(np.int64)
+    aside, hot = set(held.tolist()), config.temperature if config.greedy_share < 1.0 else 0.0
+    open_tasks, held_tasks, merged = list[Task](), deque[Task](), list[Task]()
     for i in map(int, order):
         if i in aside:
             heats = [0.0, hot] if hot > 0 else [0.0]
@@ -81,33 +74,24 @@ def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.nd
             heats = [0.0 if draw == 0 and cold[i] else hot for draw in range(times[i])]
         made = [Task(i, draw, heat, seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
         (held_tasks if i in aside else open_tasks).extend(made)
-    merged: list[Task] = []
-    waiting = deque(held_tasks)
     for n, task in enumerate(open_tasks):
         merged.append(task)
-        if waiting and n % (HELD_EVERY - 1) == HELD_EVERY - 2:
-            merged.append(waiting.popleft())
-    return merged + list(waiting)
+        if held_tasks and n % (HELD_EVERY - 1) == HELD_EVERY - 2:
+            merged.append(held_tasks.popleft())
+    return [*merged, *held_tasks]
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
 def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
-    """The last line of each answer counts; a last line torn by a crash is ignored."""
+    """The last line of each answer counts; a last line torn by a crash, without a line feed, is ignored."""
     found: dict[tuple[int, int], RecordedAnswer] = {}
-    if not path.exists():
-        return found
-    lines = path.read_bytes().split(b"\n")
+    *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
-        if not line:
-            continue
         try:
             answer = RecordedAnswer(**json.loads(line))
         except (ValueError, TypeError) as error:
-            if number == len(lines):  # no line feed after it: it was being written
-                continue
-            raise OutriderError(
-                f"{path}:{number}: not an answer ({error}): delete the line, or choose another --out"
-            ) from None
+            advice = "delete the line, or choose another --out"
+            raise OutriderError(f"{path}:{number}: not an answer ({error}): {advice}") from None
         found[answer.key] = answer
     return found
 
@@ -116,7 +100,7 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
     """Prompts with their answers, in the order of the prompts whatever order they were finished in."""
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
     require(bool(listed), "no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
-    rows = [np.concatenate([prompts[a.prompt].astype(np.int64), np.array(a.tokens, dtype=np.int64)]) for a in listed]
+    rows = [np.concatenate([prompts[a.prompt], np.array(a.tokens)]) for a in listed]
     given, lines = [len(prompts[a.prompt]) for a in listed], [int(prompts.index[a.prompt]) for a in listed]
     return Sequences.of(rows, given, lines, [a.temperature == 0 for a in listed], vocab, [a.seed for a in listed])
 
@@ -128,29 +112,27 @@ def answering_engine(
 ) -> Iterator[Engine]:
     """An engine for answering: prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU the
     weights are dense, as in training: hundreds of rows gain nothing from 4 bits, and kernels for every format would be
-    compiled first. Afterwards its memory is freed and torch's number of threads is restored (the CPU kernels set it to
-    one)."""
-    cuda = device.startswith("cuda")
-    wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
-    page = EngineConfig().page_size
+    compiled first. Afterwards its memory is freed, and torch has its threads again (the CPU kernels leave it one)."""
+    cuda, page, threads = device.startswith("cuda"), EngineConfig().page_size, torch.get_num_threads()
     context = longest + 1 + page  # the engine keeps a page aside
-    item = dtype.itemsize if cuda else 4
     # positions of K/V: a third of what is free
-    room = free_bytes(device) // 3 // max(1, kv_bytes(known.config, 1, item))
-    wanted = max(1, min(wanted, room // context))
-    settings = EngineConfig(
-        max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page)
+    room = free_bytes(device) // 3 // max(1, kv_bytes(known.config, 1, dtype.itemsize if cuda else 4))
+    batch = max(1, min(slots or (GPU_SLOTS if cuda else CPU_SLOTS), room // context))
+    engine_config = EngineConfig(
+        max_batch=batch, max_context=context, prefix_cache=False, kv_tokens=(batch + 1) * (context + page)
     )
-    threads = torch.get_num_threads()
-    short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
-    draft = 0 if drafter == "none" else 4
+    settings = LoadSettings(
+        drafter=drafter,
+        draft_tokens=0 if drafter == "none" else 4,
+        device=device,
+        dtype=str(dtype).removeprefix("torch.") if cuda else None,
+        ops="triton:dense" if cuda else "auto",
+        engine=engine_config,
+        adapters={} if known.adapter is None else {ADAPTER: known.adapter},
+    )
     try:
-        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels)
-        load = replace(load, engine=settings, adapters={} if known.adapter is None else {ADAPTER: known.adapter})
-        llm = LLM.load(known.name, load, say=lambda _: None)
-        engine = llm.engine
+        engine = LLM.load(known.name, settings, say=lambda _: None).engine
         engine.tokenizer = None  # token ids are all that is wanted
-        del llm
         yield engine
         del engine
     finally:
@@ -165,34 +147,29 @@ def answer_tasks(
     prompts: Sequences,
     tasks: Sequence[Task],
     max_new: int,
-    had: dict[tuple[int, int], RecordedAnswer] | None = None,
+    had: Mapping[tuple[int, int], RecordedAnswer] = {},
     *,
-    report: Report | None = None,
-    deadline: float = float("inf"),
-    stop: Stop | None = None,
+    report: Report = lambda *_: None,
+    halt: Halt = lambda: False,
 ) -> Iterator[RecordedAnswer]:
-    """Yields the answers that `had` lacks as they end; when `deadline` (of time.perf_counter) passes or `stop` is set,
-    the unfinished ones too."""
-    had = had or {}
-    finished = sum(1 for t in tasks if t.key in had and had[t.key].done)
+    """Yields the answers that `had` lacks as they end; once `halt` says so, the unfinished ones too."""
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
     began, told, made, total = time.perf_counter(), 0.0, 0, len(tasks)
+    finished = total - len(waiting)
     running: dict[str, tuple[Task, list[int]]] = {}
     pool = engine.runner.adapters
     adapter = ADAPTER if pool is not None and ADAPTER in pool.paths else None
-    if report is not None:
-        report(finished, total, 0, 0.0)
-    while waiting or running:
-        now = time.perf_counter()
-        if now >= deadline or (stop is not None and stop.asked):
-            break
+    report(finished, total, 0, 0.0)
+    while (waiting or running) and not halt():
         while waiting and len(running) < 2 * engine.max_batch:  # a few wait in the engine, so that no slot ever does
             task = waiting.popleft()
             before = had[task.key].tokens if task.key in had else []
-            running[f"{task.prompt}.{task.draw}"] = (task, list(before))
             params = SamplingParams(temperature=task.temperature, max_tokens=max_new - len(before), seed=task.seed)
-            ids = [*prompts[task.prompt].tolist(), *before]
-            engine.submit(Request(f"{task.prompt}.{task.draw}", ids, params, adapter=adapter))
+            asked = Request(
+                f"{task.prompt}.{task.draw}", [*prompts[task.prompt].tolist(), *before], params, adapter=adapter
+            )
+            running[asked.id] = task, list(before)
+            engine.submit(asked)
         for event in engine.step():
             task, tokens = running[event.id]
             tokens += event.tokens
@@ -203,9 +180,9 @@ def answer_tasks(
                 finished += 1
                 yield RecordedAnswer(**asdict(task), tokens=tokens, done=True)
                 del running[event.id]
-        if report is not None and now - told >= 0.5:
-            told = now
-            report(finished, total, made, now - began)
+        if time.perf_counter() - told >= 0.5:
+            told = time.perf_counter()
+            report(finished, total, made, told - began)
     for id_ in running:
         engine.abort(id_)
     while engine.busy:
@@ -213,21 +190,17 @@ def answer_tasks(
     for task, tokens in running.values():
         if tokens:
             yield RecordedAnswer(**asdict(task), tokens=tokens, done=False)
-    if report is not None:
-        report(finished, total, made, time.perf_counter() - began)
+    report(finished, total, made, time.perf_counter() - began)
 
 
 def append_answers(path: Path, made: Iterator[RecordedAnswer]) -> None:
     """Written as they are made."""
     mend_end(path)
-    flushed, advice = time.perf_counter(), "free some space and run the command again"
+    advice = "free some space and run the command again"
     full = bad_input(OSError, lambda error: f"{path}: cannot be written ({error.strerror}); {advice}")
-    with full, open(path, "a", encoding="utf-8") as file:
+    with full, open(path, "a", buffering=1, encoding="utf-8") as file:  # line by line
         for answer in made:
             file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
-            if time.perf_counter() - flushed > 0.5:
-                file.flush()
-                flushed = time.perf_counter()
 
 
 def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) -> np.ndarray:
@@ -235,10 +208,8 @@ def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) 
     every prompt that says the same, is kept. None: `heldout` of all, a fifth at most. These are the ones with the least
     digests, wherever in the file they stand: a longer file with the same prompts in it keeps none that a run with the
     shorter one has learnt from."""
-    digests = np.array(
-        [int.from_bytes(blake2b(prompts[i].tobytes(), digest_size=8).digest(), "big") for i in range(len(prompts))],
-        np.uint64,
-    )
+    hashes = (blake2b(prompts[i].tobytes(), digest_size=8).digest() for i in range(len(prompts)))
+    digests = np.frombuffer(b"".join(hashes), ">u8")
     if lines is not None:
         return np.nonzero(np.isin(digests, digests[prompts.index >= lines]))[0]
     room, kept = min(heldout, len(prompts) // HELD_EVERY), []
@@ -246,6 +217,4 @@ def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) 
         if times <= room:  # all copies of a prompt are held out, or none
             kept.append(digest)
             room -= times
-        if room == 0:
-            break
-    return np.nonzero(np.isin(digests, np.array(kept, np.uint64)))[0]
+    return np.nonzero(np.isin(digests, kept))[0]

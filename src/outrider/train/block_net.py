@@ -24,33 +24,31 @@ from ..models.decoder import TextModel
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..spec.block import load_block
-from ..types import AttnSpec, BlockRows, KVView, OutriderError
+from ..types import AttnSpec, BlockRows, KVView, OutriderError, require
 from ..weights import hub
 from ..weights.load import as_tensors, load_drafter, translate
 from .capture import CapturedStates, capture
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
-from .design import spread_reads
+from .design import START_ROWS, spread_reads
 from .net import DrafterModule, TrainNet
 from .target import TrainTarget
 
 Keys = tuple[Tensor, Tensor]
 GROUP = 16  # anchors of a sequence whose blocks attend together, at most
 TAPS = {"dflash": 5, "eagle3": 3}
-START_ROWS = 1024  # anchors that scales are measured on
 GEMMA_MASK = 4  # Gemma's own <mask>
 
 
 def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockConfig:
-    """The default drafter: layers like the target's last full one, with norms of queries and keys, as in the public
-    layouts."""
+    """The default drafter: layers like the target's last full one, with norms as in the public layouts."""
     kind: Kind = "eagle3" if job.kind == "eagle3" else "dflash"
     count, depth = 1 if kind == "eagle3" else job.layers, len(target.layers)
     like = next((layer for layer in reversed(target.layers) if layer.attn.window is None), target.layers[-1])
     a, rope = like.attn, replace(like.rope, rotated=like.attn.head_dim // 2)
     spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, 0, True, scale=a.head_dim**-0.5, eps=target.norm_eps)
-    if job.hidden_size is not None and job.hidden_size != target.hidden:
-        raise OutriderError(f"hidden_size: a {kind} drafter has the width of its target ({target.hidden})")
+    same = job.hidden_size in (None, target.hidden)
+    require(same, f"hidden_size: a {kind} drafter has the width of its target ({target.hidden})")
     inter = job.intermediate_size or like.intermediate
     return BlockConfig(
         kind=kind,
@@ -154,10 +152,6 @@ class GroupedBlock(BlockNet):
 class BlockModule(TrainNet):
     config: BlockConfig
 
-    def __init__(self, config: BlockConfig, seed: int = 0):
-        super().__init__(config, seed)
-        self.taps = config.taps or ()
-
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
@@ -205,18 +199,14 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
     seen = capture(model, batch.ids, tuple(max(0, r - 1) for r in reads))
     for i, (layer, r) in enumerate(zip(config.layers, reads, strict=True)):
         block, theirs, at = model.blocks[r], target.layers[r].attn, f"layers.{i}."
-        if (theirs.heads, theirs.kv_heads, theirs.head_dim) != (
-            layer.attn.heads, layer.attn.kv_heads, layer.attn.head_dim,
-        ) or theirs.k_eq_v or target.layers[r].intermediate != layer.intermediate or block.gate_up is None:  # fmt: skip
+        same = all(getattr(theirs, size) == getattr(layer.attn, size) for size in ("heads", "kv_heads", "head_dim"))
+        if not same or theirs.k_eq_v or target.layers[r].intermediate != layer.intermediate or block.gate_up is None:
             continue
-        rows = theirs.heads * theirs.head_dim
-        qkv = as_tensor(block.qkv)
-        for name, weight in (("q", qkv[:rows]), ("kv", qkv[rows:]), ("out", as_tensor(block.out))):
-            net.weight(at + name).copy_(weight)
-        net.weight(at + "gate_up").copy_(as_tensor(block.gate_up))
-        net.weight(at + "down").copy_(as_tensor(block.down))
-        net.weight(at + "attn_norm").copy_(block.attn_norm)
-        net.weight(at + "mlp_norm").copy_(block.mlp_norm)
+        for name in ("out", "gate_up", "down", "attn_norm", "mlp_norm"):
+            net.weight(at + name).copy_(as_tensor(getattr(block, name)))
+        qkv, rows = as_tensor(block.qkv), theirs.heads * theirs.head_dim
+        net.weight(at + "q").copy_(qkv[:rows])
+        net.weight(at + "kv").copy_(qkv[rows:])
         h = model.ops.rms_norm(seen.taps[i].flatten(0, 1).float(), block.attn_norm.float(), config.norm_eps)
         q, k = (h @ w.float().T for w in (qkv[:rows], qkv[rows : rows + theirs.kv_heads * theirs.head_dim]))
         q_size, k_size = (t.unflatten(-1, (-1, theirs.head_dim)).pow(2).mean(-1).sqrt().mean() for t in (q, k))
@@ -230,8 +220,7 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
 
 
 def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> DrafterConfig | BlockConfig:
-    """The configuration of a drafter on disk, of this kind of training where one is asked for; OutriderError where it
-    does not fit the target or is damaged."""
+    """Of a drafter on disk, for this --kind if given; OutriderError where it does not fit the target or is damaged."""
     files = hub.resolve(name, kind="drafter")
     block = is_block(files.config)
     if kind is not None and block == (kind == "mtp"):
@@ -246,14 +235,12 @@ def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> D
 def load_net(name: str, target: TrainTarget, seed: int = 0) -> TrainNet:
     """A drafter on disk."""
     config = drafter_config(name, target.config)
-    net: TrainNet
-    weights: Mapping[str, DeviceWeight]
     if isinstance(config, DrafterConfig):
-        net = DrafterModule(replace(config, target_hash=target.hash), target.config, seed)
-        weights = load_drafter(name)[1]
-    elif config.kind not in TAPS or not config.tied_to_target:
-        raise OutriderError(f"{name}: a {config.kind} drafter, or one with a head of its own, cannot be trained on")
+        net: TrainNet = DrafterModule(replace(config, target_hash=target.hash), target.config, seed)
+        weights: Mapping[str, DeviceWeight] = load_drafter(name)[1]
     else:
+        good, other = config.kind in TAPS and config.tied_to_target, "or one with a head of its own"
+        require(good, f"{name}: a {config.kind} drafter, {other}, cannot be trained on")
         net = BlockModule(config, seed)
         weights = load_block(hub.resolve(name, kind="drafter"), target.model, torch.float32).weights
     net.load(as_tensors(weights))

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.formats import DeviceWeight
-from ..ops.reference import ReferenceOps, as_tensor
+from ..ops.reference import ReferenceOps
 from ..types import AttnSpec
 from .data import Sequences, TrainBatch
 from .losses import likely_tokens
@@ -25,8 +24,7 @@ from .losses import likely_tokens
 
 @dataclass
 class DenseKV:
-    """Whole sequences of T positions. Rows are the last Tq positions of each, sequence by sequence; those that write
-    K/V are all T."""
+    """Whole sequences of T positions. Rows are the last Tq of each, sequence by sequence; all where they write."""
 
     batch: int
     positions: Tensor  # int64 [B·Tq]
@@ -39,24 +37,10 @@ class DenseOps(ReferenceOps):
 
     name = "dense"
 
-    def __init__(self) -> None:
-        # norm weights in the activations' dtype, with the original, which stays alive
-        self._cast: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        """As the reference's, with the factor rounded on the host: a captured graph may not copy from there."""
-        rows = F.embedding(ids, as_tensor(table))
-        return rows if scale == 1.0 else rows * float(torch.tensor(scale, dtype=rows.dtype))
-
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return super().rms_norm(x, w, eps)
-        if w is not None and w.dtype != x.dtype:
-            kept = self._cast.get(id(w))
-            if kept is None:
-                kept = self._cast[id(w)] = (w, w.to(x.dtype))
-            w = kept[1]
-        return F.rms_norm(x, (x.shape[-1],), w, eps)
+        return F.rms_norm(x, (x.shape[-1],), None if w is None else w.to(x.dtype), eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -83,8 +67,7 @@ def spread_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """q [B, heads, Tq, D] are the last Tq of the T positions; k, v [B, heads, T, D]. Query i sees keys <= i (in the
-    window)."""
+    """q [B, heads, Tq, D]: the last Tq of T; k, v [B, heads, T, D]. Query i sees keys <= i (in the window)."""
     ends, length = q.shape[2], k.shape[2]
     if window is not None and length > window:
         i = torch.arange(length - ends, length, device=q.device)[:, None]
@@ -120,25 +103,16 @@ class Recorder:
     the outputs do not depend on the batch; only the layers that the drafter reads are kept."""
 
     def __init__(
-        self,
-        model: TextModel,
-        data: Sequences,
-        reads: tuple[int, ...],
-        taps: tuple[int, ...],
-        keep: bool = False,
-        rank: bool = False,
+        self, model: TextModel, data: Sequences, reads: tuple[int, ...], taps: tuple[int, ...], keep: bool = False
     ):
         self.model, self.data, self.reads, self.taps, self.keep = model, data, reads, taps, keep
-        self.rank = rank  # `likely` will be asked for
-        # By sequence: its states (a batch of one), and int32 [judged positions, LIKELY] the likeliest tokens, where
-        # they will be asked for.
-        self.kept: dict[int, tuple[CapturedStates, Tensor]] = {}
+        self.kept: dict[int, CapturedStates] = {}  # by sequence, a batch of one
+        self.ranked: dict[int, Tensor] = {}  # by sequence: int32 [judged positions, LIKELY] the likeliest tokens
 
     def take(self, batch: TrainBatch) -> CapturedStates:
         if not self.keep:
             return capture(self.model, batch.ids, self.taps)
-        rows = [self._shown(int(i))[0] for i in batch.which]
-        width = batch.ids.shape[1]
+        rows, width = [self._shown(int(i)) for i in batch.which], batch.ids.shape[1]
 
         def joined(parts: list[Tensor]) -> Tensor:  # [1, (kv_heads,) T, D] each, padded with zeros to the batch's width
             return torch.cat([F.pad(p, (0, 0, 0, width - p.shape[-2])) for p in parts])
@@ -152,16 +126,18 @@ class Recorder:
 
     def likely(self, batch: TrainBatch, seen: CapturedStates) -> Tensor:
         """The target's likeliest tokens at the batch's judged positions [N, LIKELY]."""
-        if self.keep:
-            return torch.cat([self._shown(int(i))[1] for i in batch.which]).long()
-        return likely_tokens(self.model, seen.hidden.flatten(0, 1)[batch.teacher])
+        if not self.keep:
+            return likely_tokens(self.model, seen.hidden.flatten(0, 1)[batch.teacher])
+        for i in map(int, batch.which):
+            if i not in self.ranked:
+                judged = self._shown(i).hidden[0, int(self.data.prompts[i]) : -1]
+                self.ranked[i] = likely_tokens(self.model, judged).int()
+        return torch.cat([self.ranked[int(i)] for i in batch.which]).long()
 
-    def _shown(self, i: int) -> tuple[CapturedStates, Tensor]:
+    def _shown(self, i: int) -> CapturedStates:
         if i not in self.kept:
             ids = torch.from_numpy(self.data[i].astype(np.int64))[None].to(self.model.device)
             seen = capture(self.model, ids, self.taps)
-            judged = seen.hidden[0, int(self.data.prompts[i]) : ids.shape[1] - 1]
-            likely = likely_tokens(self.model, judged).int() if self.rank else torch.zeros((0, 0), dtype=torch.int32)
             keys, values = ({l: side[l].contiguous() for l in self.reads} for side in (seen.keys, seen.values))
-            self.kept[i] = CapturedStates(seen.hidden, keys, values, seen.taps), likely
+            self.kept[i] = CapturedStates(seen.hidden, keys, values, seen.taps)
         return self.kept[i]

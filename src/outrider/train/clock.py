@@ -62,19 +62,15 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """In this context SIGINT and SIGTERM request a stop. Signals reach only the main thread; in others no stop is ever
-    requested."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    """In this context SIGINT and SIGTERM request a stop. Signals reach the main thread only."""
+    stop, heard = Stop(), threading.current_thread() is threading.main_thread()
 
     def asked(number: int, frame: FrameType | None) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.signal = number
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM) if heard}
     try:
         yield stop
     finally:

@@ -20,34 +20,32 @@ from torch import Tensor
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
-from ..types import AttnSpec, OutriderError
+from ..types import AttnSpec, require
 from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
 from .config import TrainConfig
 from .data import Sequences, TrainBatch
-from .evaluate import Judge
+from .evaluate import Judge, Recorded
 from .losses import exact_logits
 from .net import DrafterModule
 
+Layers = tuple[int, ...]  # of the target
+START_ROWS = 1024  # anchors that a drafter's start is fitted on, at least
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
 
 def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
     """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last
-    one included. Which layers are read is worth more than anything else, and the upper ones are best
-    (docs/training.md)."""
+    one included. No other choice is worth as much, and the upper ones are best (docs/training.md)."""
     owners = target.kv_layers
-    if count > len(owners):
-        raise OutriderError(
-            f"{count} drafter layers cannot read different layers: the target has {len(owners)} that own K/V"
-        )
+    has = f"the target has {len(owners)} that own K/V"
+    require(count <= len(owners), f"{count} drafter layers cannot read different layers: {has}")
     upper = owners[min(len(owners) // 2 - 1, len(owners) - count) :] if len(owners) > 2 else owners
     return tuple(upper[round((i + 1) * len(upper) / count) - 1] for i in range(count))
 
 
 def default_clusters(vocab: int) -> int:
-    """The divisor of the vocabulary nearest to 4.2·√V: 1024 of 49,152; 2048 of 262,144; 1187 of 151,936. 0: there
-    is none near it."""
+    """The divisor of the vocabulary nearest to 4.2·√V (1024 of 49,152; 1187 of 151,936); 0: none is near it."""
     aim = 4.2 * vocab**0.5
     divisors = [d for d in range(8, vocab // 4 + 1) if vocab % d == 0]
     best = min(divisors, key=lambda d: abs(math.log(d / aim)), default=0)
@@ -55,22 +53,13 @@ def default_clusters(vocab: int) -> int:
 
 
 def plain(
-    target: ModelConfig,
-    reads: tuple[int, ...],
-    hidden: int | None = None,
-    intermediate: int | None = None,
-    taps: tuple[int, ...] = (),
+    target: ModelConfig, reads: Layers, hidden: int | None = None, intermediate: int | None = None, taps: Layers = ()
 ) -> DrafterConfig:
-    width = hidden or target.hidden
-    bad = [r for r in reads if r not in target.kv_layers]
-    if bad:
-        raise OutriderError(
-            f"layer {bad[0]} of the target owns no K/V to read; layers that do: "
-            f"{target.kv_layers[0]}..{target.kv_layers[-1]}"
-        )
+    width, owners = hidden or target.hidden, target.kv_layers
     inter = intermediate or max(32, width * 11 // 18 // 32 * 32)
     layers = []
     for r in reads:
+        require(r in owners, f"layer {r} of the target owns no K/V to read; layers that do: {owners[0]}..{owners[-1]}")
         a = target.layers[r].attn
         spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
@@ -79,30 +68,20 @@ def plain(
 
 
 def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> DrafterConfig:
-    """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own
-    model_type."""
+    """Gemma 4's layout: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
     layers = []
     for kind in ("sliding", "sliding", "sliding", "full"):
         donor = target.layers[target.donor(kind)]
         spec = replace(donor.attn, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
         layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
     kind = "gemma4_unified_assistant" if "unified" in target.model_type else "gemma4_assistant"
-    kind = kind if target.family == "gemma4" else "outrider_drafter"
-    return bare(target, kind, hidden, layers)
+    return bare(target, kind if target.family == "gemma4" else "outrider_drafter", hidden, layers)
 
 
 def bare(target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec]) -> DrafterConfig:
     """The parts common to both styles."""
-    return DrafterConfig(
-        model_type=kind,
-        backbone_hidden=target.hidden,
-        hidden=hidden,
-        vocab_size=target.vocab_size,
-        layers=tuple(layers),
-        reads=None,
-        norm_eps=target.norm_eps,
-        activation=target.activation,
-    )
+    wide, vocab = target.hidden, target.vocab_size
+    return DrafterConfig(kind, wide, hidden, vocab, tuple(layers), None, target.norm_eps, target.activation)
 
 
 def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
@@ -110,12 +89,10 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
     clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
     style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
     if style == "gemma":
-        # its head is the target's, in fewer directions
-        if job.hidden_size is not None and job.hidden_size > target.hidden:
-            raise OutriderError(
-                f"hidden_size {job.hidden_size} is wider than the target ({target.hidden}): give less, or style plain"
-            )
-        made = gemma(target, job.hidden_size or min(256, target.hidden), job.intermediate_size)
+        wide = job.hidden_size or min(256, target.hidden)  # its head is the target's, in fewer directions
+        advice = "give less, or style plain"
+        require(wide <= target.hidden, f"hidden_size {wide} is wider than the target ({target.hidden}): {advice}")
+        made = gemma(target, wide, job.intermediate_size)
     else:
         reads = job.kv_layers or spread_reads(target, min(job.layers, len(target.kv_layers)))
         made = plain(target, reads, job.hidden_size, job.intermediate_size, job.taps)
@@ -125,19 +102,16 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
 # ---- where the weights start
 @torch.no_grad()
 def start_from_target(net: DrafterModule, model: TextModel) -> None:
-    """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP
-    neurons."""
+    """Plain style at the target's width: layer i starts as target layer reads[i], with its strongest MLP neurons."""
     for i, layer in enumerate(net.layers):
         block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
-        net.weight(at + "attn_norm").copy_(block.attn_norm)
+        for name in ("attn_norm", "out", "mlp_norm"):
+            net.weight(at + name).copy_(as_tensor(getattr(block, name)))
         net.weight(at + "qkv").copy_(as_tensor(block.qkv)[: layer.attn.heads * layer.attn.head_dim])
-        net.weight(at + "out").copy_(as_tensor(block.out))
-        net.weight(at + "mlp_norm").copy_(block.mlp_norm)
         gate, up = as_tensor(block.gate_up).float().chunk(2, dim=0)  # [I, H]
         down = as_tensor(block.down).float()  # [H, I]
-        keep = (
-            (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
-        )
+        strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+        keep = strength.topk(min(layer.intermediate, gate.shape[0])).indices
         # a wider MLP than the target's keeps its random rest
         mine, count = net.weight(at + "gate_up"), keep.numel()
         mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
@@ -148,8 +122,7 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
 @torch.no_grad()
 def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> None:
     """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer
-    has a direction u with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their
-    matrix."""
+    has a direction u with u · x = 1 nearly everywhere, so bias · uᵀ is added to each layer's query matrix."""
     if not model.config.qkv_bias:
         return
     reads = [layer.attn.kv_layer for layer in net.layers]
@@ -170,8 +143,7 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
 
 
 def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> what x is multiplied by to give y; ridge: how far it is held
-    back."""
+    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> the factor that makes y of x; ridge: how far it is held back."""
     damp = ridge * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
     return torch.linalg.solve((gram + damp).double(), cross.double()).float()
 
@@ -179,14 +151,12 @@ def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 @torch.no_grad()
 def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> float:
     """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the
-    token fed. How much the solution is held back is chosen on a quarter of the rows. Returns the share of their
-    variance that is explained."""
+    token fed. The ridge is chosen on a quarter of the rows. Returns the share of their variance that is explained."""
     config, eps = net.config, net.config.norm_eps
     layer = max(0, net.layers[0].attn.kv_layer - 1)
     width = config.backbone_hidden * (2 + len(config.taps))
     device = model.device
-    # of the rows to fit, and of those to judge by
-    gram = [torch.zeros(width, width, device=device) for _ in range(2)]
+    gram = [torch.zeros(width, width, device=device) for _ in range(2)]  # of the rows to fit, to judge by
     cross = [torch.zeros(width, config.hidden, device=device) for _ in range(2)]
     power = [0.0, 0.0]
     for batch in batches:
@@ -213,9 +183,8 @@ def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) 
 
 @torch.no_grad()
 def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None:
-    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first.
-    Projections at the scale of what they read and write (Gemma's hidden states are large), q norms as the donor
-    layers have them."""
+    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections
+    at the scale of what they read and write (Gemma's hidden states are large), q norms as in the donor layers."""
     config = net.config
     table = as_tensor(model.head).float()  # [V, Hb]
     _, vectors = torch.linalg.eigh(table.T @ table)
@@ -245,11 +214,11 @@ def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
 
 @torch.no_grad()
 def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
-    """Clusters of tokens that are likely in the same places, on `data`; centroids fitted to tokens drawn from the full
-    head's distribution before they learn along. Returns the number of states looked at."""
-    judge, clusters = Judge(model, net), net.config.clusters
-    g, _ = judge.states(data)
-    head, drawn = judge.head, []
+    """Clusters of tokens that are likely in the same places, in the first four draft steps on `data`; centroids fitted
+    to tokens drawn from the full head's distribution. Returns the number of states looked at."""
+    judge, clusters, seen = Judge(model, net), net.config.clusters, Recorded()
+    judge.drafts(data, 4, record=seen)
+    g, head, drawn = torch.cat([states for states, _ in seen]), judge.head, []
     for part in g.split(1024):
         z = exact_logits(model, part) if net.config.tied_to_target else (part @ head.T).float()
         drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))

@@ -7,7 +7,7 @@ only the anchors that decoding would: from an anchor with m matches, min(m, K) +
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,7 +25,7 @@ from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture
 from .clock import Halt, Halted
 from .clusters import cluster_of
-from .data import Sequences, TrainBatch, make_batch, plan_epoch
+from .data import Sequences, make_batch, plan_epoch
 from .export import Json
 from .losses import chunk_rows
 from .net import TrainNet
@@ -93,18 +93,6 @@ class Judge:
                 sure[rows] = some.likely(z, out[rows])
         return out, sure
 
-    def batches(self, data: Sequences) -> Iterator[tuple[np.ndarray, TrainBatch]]:
-        """On a CPU small ones: a batch ends when its last draft fails."""
-        anchors = 16384 if self.model.device.type == "cuda" else 1024
-        for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
-            if self.halt():
-                raise Halted
-            yield which, make_batch(data, which, 1).to(self.model.device)
-
-    def unroll(self, batch: TrainBatch, steps: int) -> Iterator[Tensor]:
-        seen = capture(self.model, batch.ids, self.net.taps)
-        return self.net.unroll(self.weights, self.model, seen, batch, steps)
-
     @torch.no_grad()
     def drafts(
         self,
@@ -119,15 +107,21 @@ class Judge:
         drafter's confidence too."""
         out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
         confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
-        device = self.model.device
-        for which, batch in self.batches(data):
+        model, device = self.model, self.model.device
+        anchors = 16384 if device.type == "cuda" else 1024  # on a CPU few: a batch ends when its last draft fails
+        for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
+            if self.halt():
+                raise Halted
+            batch = make_batch(data, which, 1).to(device)
             count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
             alive = batch.anchors[0]  # rows of [B·Tq]
             right = torch.zeros(count * width, dtype=torch.int64, device=device)
             sure = torch.zeros(count * width, most, device=device)
             ends = torch.from_numpy(data.lengths[which]).to(device)
-            sampling = chosen_by(self.model, data, which, temperature)
-            for j, g in enumerate(self.unroll(batch, most), 1):
+            params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
+            sampling = sampling_batch(params, [[]] * count, [[]] * count, model.config.vocab_size, device)
+            seen = capture(model, batch.ids, self.net.taps)
+            for j, g in enumerate(self.net.unroll(self.weights, model, seen, batch, most), 1):
                 b, at = batch.where(alive)
                 at = at + j + 1  # the position being guessed
                 inside = at < ends[b]
@@ -148,28 +142,9 @@ class Judge:
                 out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
         return Judged(out, confidence)
 
-    def states(self, data: Sequences) -> tuple[Tensor, Tensor]:
-        """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there
-        [A]."""
-        seen: Recorded = []
-        self.drafts(data, 4, record=seen)
-        return joined(seen)
-
-
-def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature: float) -> SamplingBatch:
-    """How the answers of these sequences were chosen."""
-    params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
-    return sampling_batch(params, [[]] * len(which), [[]] * len(which), model.config.vocab_size, model.device)
-
-
-def joined(seen: Recorded) -> tuple[Tensor, Tensor]:
-    """States [A, h] and choices [A] of all steps."""
-    return torch.cat([g for g, _ in seen]), torch.cat([choice for _, choice in seen])
-
 
 def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
-    """One answer's matches -> tokens emitted after the first, cycles, and how many cycles accepted at least j =
-    1..k."""
+    """One answer's matches -> tokens emitted after the first, cycles, how many of these accepted at least j = 1..k."""
     left, at, cycles, tokens = len(right), 0, 0, 0
     reached = np.zeros(k, dtype=np.int64)
     while at < left:
@@ -197,14 +172,14 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
     first, whole = (
         np.sum([w[2] for w in walked[k]], axis=0) / max(1, sum(w[1] for w in walked[k])) for k in (at, most)
     )
-    flat = np.concatenate([r for r in right if len(r)]) if any(len(r) for r in right) else np.zeros(1)
+    flat = np.concatenate(right)
     return {
         "tokens_per_cycle": {k: per_cycle(found) for k, found in walked.items()},
         "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
-        "first_position_all_anchors": round(float((flat > 0).mean()), 4),
+        "first_position_all_anchors": round(int((flat > 0).sum()) / max(1, len(flat)), 4),
         "by_category": by,
         "answers": len(right),
-        "tokens": int(sum(len(r) for r in right)),
+        "tokens": len(flat),
     }
 
 

@@ -8,7 +8,6 @@ provenance.json, log.jsonl, curve.svg                     where it comes from
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -19,14 +18,13 @@ from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .. import svg
 from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig
 from ..models.decoder import TextModel
-from ..models.inspect import model_size
+from ..models.inspect import drafter_size, model_size
 from ..spec import acceptance_profile as acceptance
 from ..spec.acceptance_profile import Runs
 from ..types import MAX_DRAFT
@@ -35,11 +33,10 @@ from ..weights import hub
 from .clock import Halt, Halted
 from .clusters import choose_top, recall_curve
 from .data import Sequences
-from .evaluate import Judge, Judged, Recorded, joined, summary
-from .export import Json, save_drafter
+from .evaluate import Judge, Judged, Recorded, summary
+from .export import Json, read_json, save_drafter
 from .net import DrafterModule, TrainNet
-from .trainer import Row, Trainer
-from .trainer import write as write_checkpoint
+from .trainer import Row, Trainer, read_rows
 
 # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 PASSES = 4
@@ -58,42 +55,28 @@ def judge(model: TextModel, net: TrainNet, data: Sequences, temperature: float, 
     """An evaluation during training on held-out answers: greedy ones by the full head, and under "sampled" those drawn
     at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
     both. Halted where `halt` ends it."""
-    if halt():
-        raise Halted
-    kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
-    made = {
-        kind: scored(Judge(model, net, kind, halt).drafts(mine, 8, 0.0 if kind else temperature), 8)
-        for kind, mine in kinds.items()
-        if len(mine)
-    }
-    result = made.get(True) or made[False]
-    if len(made) == 2:
-        result = {
-            **made[True],
-            "sampled": made[False],
-            "score": round((made[True]["score"] + made[False]["score"]) / 2, 4),
-        }
-    return result
+    made = [
+        scored(Judge(model, net, kind, halt).drafts(data.select(data.greedy == kind), 8, heat), 8)
+        for kind, heat in ((True, 0.0), (False, temperature))
+        if (data.greedy == kind).any()
+    ]
+    if len(made) == 1:
+        return made[0]
+    cold, hot = made
+    return {**cold, "sampled": hot, "score": round((cold["score"] + hot["score"]) / 2, 4)}
 
 
-def load_best(trainer: Trainer, aside: Sequences, halt: Halt) -> int:
+def load_best(trainer: Trainer) -> int:
     """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
-    overwritten. Where `halt` leaves no time to evaluate the last ones and only the drafter at the start was evaluated,
+    overwritten. Where the evaluation of the last ones was given up and only the drafter at the start was evaluated,
     they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
-    job, net, step = trainer.config, trainer.net, trainer.progress.step
-    path = job.out / "best.pt"
-    best = torch.load(path, map_location=trainer.device, weights_only=True) if path.exists() else None
-    if not len(aside):
+    job, net, step, path = trainer.config, trainer.net, trainer.progress.step, trainer.config.out / "best.pt"
+    won = trainer.judge(ties=True)
+    if won or not path.exists():
         return step
-    try:
-        last = judge(trainer.model, net, aside, job.temperature, halt)
-        trainer.hooks.log({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
-        if best is None or last["score"] >= best["score"]:
-            write_checkpoint(path, {"net": net.state_dict(), "step": step, "score": last["score"]})
-            return step
-    except Halted:
-        if best is None or (best["step"] == 0 and not 0 < job.eval_every <= step):
-            return step
+    best = torch.load(path, map_location=trainer.device, weights_only=True)
+    if won is None and best["step"] == 0 and not 0 < job.eval_every <= step:
+        return step
     if best["step"] != step:
         save_drafter(job.out / "last", net.config, net.export())
     net.load_state_dict(best["net"])
@@ -101,12 +84,11 @@ def load_best(trainer: Trainer, aside: Sequences, halt: Halt) -> int:
 
 
 def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = lambda: False) -> Row:
-    """The best weights, the top of the clustered head, the final evaluation, the files. What `halt` leaves no time for
-    is not measured."""
+    """The best weights, the top of the clustered head, the final evaluation (as far as `halt` allows), the files."""
     job, model, net = trainer.config, trainer.model, trainer.net
-    result: Row = {"step": load_best(trainer, aside, halt)}
+    result: Row = {"step": load_best(trainer)}
     runs: list[Runs] = []
-    cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
+    cold, hot = aside.select(aside.greedy), aside.select(~aside.greedy)
     with suppress(Halted):
         if len(cold):
             states: Recorded = []
@@ -114,7 +96,8 @@ def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = la
             last = full.drafts(cold, record=states, weigh=not net.config.clusters)
             result["full"] = scored(last, MAX_DRAFT)
             if isinstance(net, DrafterModule) and net.config.clusters:
-                curve = recall_curve(*joined(states), full.weights["centroids"], full.weights["token_ordering"])
+                g, choice = (torch.cat(each) for each in zip(*states))
+                curve = recall_curve(g, choice, full.weights["centroids"], full.weights["token_ordering"])
                 top = job.cluster_top or choose_top(curve, job.cluster_recall).top
                 net.config = replace(net.config, cluster_top=top)
                 result["recall"] = [asdict(r) for r in curve]
@@ -125,35 +108,34 @@ def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = la
                 result["sampled"] = scored(Judge(model, net, False, halt).drafts(hot, 8, job.temperature), 8)
     if job.kind == "dflash":
         result["draft_unit"] = "pass"
-    result["draft_step_share"] = round(net.size.step / model_size(model.config).active, 4)
+    result["draft_step_share"] = round(drafter_size(net.config).step / model_size(model.config).active, 4)
     if "full" in result:
         trainer.hooks.log({"step": trainer.progress.step, "final": result})
-    write_drafter(trainer, target_hash, result, runs, job.out / "log.jsonl")
+    write_drafter(trainer, target_hash, result, runs)
     return result
 
 
-def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Runs], log: Path | None = None) -> None:
-    """OUT/drafter, unmeasured where the result is empty."""
-    folder, net, story = trainer.config.out / "drafter", trainer.net, provenance(trainer, target_hash)
+def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Runs]) -> None:
+    """OUT/drafter, unmeasured and without log and curve where the result is empty."""
+    out, net, story = trainer.config.out, trainer.net, provenance(trainer, target_hash)
+    folder, log = out / "drafter", out / "log.jsonl"
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     save_drafter(folder, net.config, net.export(), story, model_card(net.config, result, [story]))
     if any(len(right) for right, _ in runs):
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
         acceptance.write(folder, acceptance.measure(runs, print_of))
-    if log is not None and log.exists():
-        draw_curve(log, log.parent / "curve.svg")
-        for path in (log, log.parent / "curve.svg"):
+    if result:
+        draw_curve(log, out / "curve.svg")
+        for path in (log, out / "curve.svg"):
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
 
 
 def provenance(trainer: Trainer, target_hash: str) -> Row:
     job, data = trainer.config, trainer.data
-    try:
+    commit, source = "", read_json(job.out / "prompts.json")
+    with suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = ""
-    source = json.loads((job.out / "prompts.json").read_text())
     return {
         "command": job.command or " ".join(sys.argv),
         "commit": commit or None,
@@ -177,7 +159,7 @@ def provenance(trainer: Trainer, target_hash: str) -> Row:
 
 def draw_curve(log: Path, to: Path) -> None:
     """The learning curve as an SVG."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = read_rows(log)
     curve, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval" in r]
     if not curve:
         return
@@ -192,18 +174,16 @@ def draw_curve(log: Path, to: Path) -> None:
 # ---- the model card --------------------------------------------------------------------------------------------------
 def model_card(config: DrafterConfig | BlockConfig, result: Json, runs: Sequence[Json]) -> str:
     """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
-    target, commands = runs[-1]["target"], "\n".join(dict.fromkeys(str(run["command"]) for run in runs))
     measured = any(view in result for view in VIEWS)
-    phases = "\n".join(f"{number}. {trained(run)}" for number, run in enumerate(runs, 1))
-    shown = figures(result) if measured else "Not measured: the run was stopped before its evaluation."
-    return TEMPLATE.read_text(encoding="utf-8").format(
-        target=target,
-        description=described(config),
-        hash=runs[-1]["target_hash"],
-        figures=shown,
-        phases=phases,
-        commands=commands,
-    )
+    parts = {
+        "target": runs[-1]["target"],
+        "description": described(config),
+        "hash": runs[-1]["target_hash"],
+        "figures": figures(result) if measured else "Not measured: the run was stopped before its evaluation.",
+        "phases": "\n".join(f"{number}. {trained(run)}" for number, run in enumerate(runs, 1)),
+        "commands": "\n".join(dict.fromkeys(str(run["command"]) for run in runs)),
+    }
+    return TEMPLATE.read_text(encoding="utf-8").format(**parts)
 
 
 def trained(run: Json) -> str:
@@ -215,17 +195,16 @@ def trained(run: Json) -> str:
 
 
 def described(config: DrafterConfig | BlockConfig) -> str:
-    some = config.layers[0]
+    some, count, tapped = config.layers[0], len(config.layers), ", ".join(map(str, config.taps or ()))
+    size = f"{some.attn.heads} heads of {some.attn.head_dim}, MLP {some.intermediate}, hidden {config.hidden}"
     if isinstance(config, BlockConfig):
         block = f"; {config.max_tokens} tokens in one pass, mask token {config.mask_id}" if config.mask_id >= 0 else ""
-        name, taps = "DFlash" if config.kind == "dflash" else "EAGLE-3", ", ".join(map(str, config.taps or ()))
         return (
-            f"{name} in the speculators layout: {len(config.layers)} layers ({some.attn.heads} heads of "
-            f"{some.attn.head_dim}, MLP {some.intermediate}, hidden {config.hidden}) over the target's hidden states "
-            f"after layers {taps}{block}; the target's own embedding and head. `outrider export` writes it in vLLM's "
-            f"layout."
+            f"{'DFlash' if config.kind == 'dflash' else 'EAGLE-3'} in the speculators layout: {count} layers ({size}) "
+            f"over the target's hidden states after layers {tapped}{block}; the target's own embedding and head. "
+            f"`outrider export` writes it in vLLM's layout."
         )
-    read, tapped = (", ".join(map(str, layers)) for layers in (config.reads or (), config.taps))
+    read = ", ".join(map(str, config.reads or ()))
     reads = f" that read the K/V cache of the target's layers {read}" if read else ""
     taps = f", fed the target's hidden states after layers {tapped} too" if tapped else ""
     own = f"a head of its own ({config.vocab_size} tokens)"
@@ -233,8 +212,7 @@ def described(config: DrafterConfig | BlockConfig) -> str:
     if config.clusters:
         head += f", in {config.clusters} clusters of which {config.cluster_top} are scored a step"
     bits = f" Its layers were trained as {config.weight_bits} bits hold them." if config.weight_bits else ""
-    size = f"{some.attn.heads} heads of {some.attn.head_dim}, MLP {some.intermediate}, hidden {config.hidden}"
-    return f"{len(config.layers)} query-only layers ({size}){reads}{taps}; {head}.{bits}"
+    return f"{count} query-only layers ({size}){reads}{taps}; {head}.{bits}"
 
 
 def figures(result: Json) -> str:

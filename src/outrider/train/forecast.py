@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from ..types import OutriderError
 from ..weights.sizes import StoredSize
 from .block_net import drafter_config, new_block
 from .config import CPU_SLOTS, TrainConfig
-from .design import new_drafter
+from .design import START_ROWS, new_drafter
 from .losses import CPU_LOSS_ROWS, LossMix, row_terms
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
@@ -50,8 +51,7 @@ EXPORT_SECONDS = 3.0
 LOAD_RATE = 5e7  # weights per second that are read and unpacked; it happens twice, for the engine and for training
 ANSWER_STEP_SECONDS = 1e-3  # of the engine's own work in a step
 KMEANS_ROUNDS, KMEANS_WIDTH = 8.0, 128.0  # clustering a head: passes over the vocabulary, dimensions
-# anchors that the drafter's input is fitted on at least, and tokens that the target reads for each
-FIT_ROWS, FIT_TOKENS = 1024, 3.0
+FIT_TOKENS = 3.0  # that the target reads for each anchor that the drafter's input is fitted on
 HELD_SHARE = 0.2  # of the answers, held out
 
 
@@ -81,19 +81,15 @@ class MachineSpeed:
     share: float = 1.0  # of the processor time that this process got; 1 on an idle machine
 
     @staticmethod
-    def measure(device: str, dtype: torch.dtype, width: int) -> MachineSpeed:
-        """Takes less than a second, several if other processes use the machine too."""
-        a, b = (torch.ones((n, width), dtype=dtype, device=device) for n in (512, 2048))
-        block, cuda = torch.ones(1 << 24), device.startswith("cuda")
-        product, used = timed(lambda: (a @ b.T)[0, 0].item())  # waits for a GPU
-        moved, used_moving = timed(block.sum)
-        rate, bandwidth = 2.0 * 512 * 2048 * width / product, block.nbytes / moved
-        if cuda:
-            return MachineSpeed(rate, bandwidth)
+    def measure(dtype: torch.dtype, width: int) -> MachineSpeed:
+        """Of the processor. Takes less than a second, several if other processes use the machine too."""
+        a, b = (torch.ones((n, width), dtype=dtype) for n in (512, 2048))
         z, best = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED), torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
-        mix = LossMix().rows(len(z), z.device)
-        terms, used_terms = timed(lambda: row_terms(z, z, best, z[:, 0], mix))
-        share = (used / product + used_moving / moved + used_terms / terms) / 3
+        block, mix = torch.ones(1 << 24), LossMix().rows(len(z), z.device)
+        timings = [timed(lambda: a @ b.T), timed(block.sum), timed(lambda: row_terms(z, z, best, z[:, 0], mix))]
+        product, moved, terms = (passed for passed, _ in timings)
+        share = sum(used / passed for passed, used in timings) / 3
+        rate, bandwidth = 2.0 * 512 * 2048 * width / product, block.nbytes / moved
         return MachineSpeed(rate, bandwidth, terms / z.numel(), share)
 
 
@@ -195,7 +191,8 @@ class RunPlan:
         else:
             drafter = new_drafter(job, target, None) if job.kind == "mtp" else new_block(job, target)
         work = Work.of(drafter, target, job.unroll, torch_dtype(job).itemsize, job.anchor_share)
-        speed = MachineSpeed.measure(job.device, torch_dtype(job), target.hidden)
+        # sizes for a GPU depend on its memory alone
+        speed = MachineSpeed(0.0, 0.0) if job.cuda else MachineSpeed.measure(torch_dtype(job), target.hidden)
         sizes = choose_sizes(job, work, target.vocab_size, speed, tokens, free_bytes(job.device))
         return RunPlan(drafter, work, speed, sizes)
 
@@ -224,7 +221,7 @@ class RunCosts:
         operations = 3.0 * passes * (30.0 * len(drafter.layers) + 40.0)
         step = sizes.anchors * work.anchor_seconds(speed, sizes.scored or vocab, sizes.keep) + operations * OP_SECONDS
         kmeans = KMEANS_ROUNDS * 2.0 * vocab * drafter.clusters * min(KMEANS_WIDTH, target.hidden)
-        fit = FIT_TOKENS * max(sizes.anchors, FIT_ROWS) * work.target * (2 if target.qkv_bias else 1) + 5.0 * width**3
+        fit = FIT_TOKENS * max(sizes.anchors, START_ROWS) * work.target * (2 if target.qkv_bias else 1) + 5.0 * width**3
         slots = job.slots or CPU_SLOTS
         answer = max(stored.token / speed.bandwidth, 2.0 * slots * model_size(target).active / rate)
         return RunCosts(
@@ -244,10 +241,10 @@ class RunCosts:
         parts = ("load", "start", "answer", "capture", "step", "evaluate")
         return replace(self, share=1.0, **{name: self.share * getattr(self, name) for name in parts})
 
-    def seconds(self, answered: float, steps: float) -> float:
-        """Seconds of a run with these answers and steps."""
-        finish = FINISH_PASSES * HELD_SHARE * answered * self.evaluate + EXPORT_SECONDS
-        return self.load + self.start + answered * (self.answer + self.capture) + steps * self.step + finish
+    def without_steps(self, answered: float, seconds: float = math.inf) -> float:
+        """Seconds of all but the steps in a run with these answers; evaluations take a share of `seconds` at most."""
+        evaluated = min(FINISH_PASSES * HELD_SHARE * answered * self.evaluate, 1.5 * FINISH_SHARE * seconds)
+        return self.load + self.start + answered * (self.answer + self.capture) + evaluated + EXPORT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -262,16 +259,12 @@ class Forecast:
     def of(costs: RunCosts, seconds: float, share: float = CPU_ANSWER_SHARE) -> Forecast:
         """`share`: of the time, at most for answering."""
         answered = min(costs.tokens, share * seconds / costs.answer)
-        passes = FINISH_PASSES * HELD_SHARE * answered * costs.evaluate
-        finish = min(passes, 1.5 * FINISH_SHARE * seconds) + EXPORT_SECONDS
-        training = seconds - costs.load - costs.start - answered * (costs.answer + costs.capture) - finish
-        steps = max(0, int(training / costs.step))
+        steps = max(0, int((seconds - costs.without_steps(answered, seconds)) / costs.step))
         return Forecast(answered, steps, steps >= FEWEST_STEPS and answered >= min(costs.tokens, FEWEST_TOKENS))
 
 
 def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSWER_SHARE) -> str:
-    """One line about what the time allows; OutriderError where it would be too little on an idle machine too. `spent`:
-    seconds gone already."""
+    """What the time allows, in one line; OutriderError where it would not do on an idle machine. spent: seconds."""
     here, idle = (Forecast.of(c, 60 * minutes - spent, share) for c in (costs, costs.idle))
     amount = "{0.answered:.0f} tokens of answers and {0.steps} steps (one takes {1:.2g} s {2})"
     if here.enough:
@@ -291,12 +284,7 @@ def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSW
 
 def least_minutes(costs: RunCosts, spent: float, share: float = CPU_ANSWER_SHARE) -> float:
     """The shortest time that the forecast accepts, rounded up to a number that a user would type."""
-    low, high = 0.0, 60.0
-    while not Forecast.of(costs, high, share).enough and high < 1e9:
-        low, high = high, 2 * high
-    while high - low > 0.01 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if Forecast.of(costs, middle, share).enough else (middle, high)
-    minutes = (1.1 * high + spent) / 60
+    seconds = bisect_left(range(1 << 40), True, key=lambda passed: Forecast.of(costs, passed, share).enough)
+    minutes = (1.1 * seconds + spent) / 60
     step = 0.1 if minutes < 1 else 0.5 if minutes < 5 else 1.0
     return round(math.ceil(minutes / step) * step, 1)

@@ -20,11 +20,11 @@ from ..models.compat import bind
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
-from ..models.inspect import DrafterSize, drafter_size
 from ..models.names import tensor_plan
 from .capture import CapturedStates, DenseKV, spread_heads
 from .data import TrainBatch
 
+HEADS = ("embed", "centroids")  # matrices that score tokens
 QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
 
 
@@ -32,17 +32,14 @@ class TrainNet(nn.Module):
     """A drafter's parameters in float32, by the canonical names of its plan. A kind of drafter is a subclass."""
 
     config: DrafterConfig | BlockConfig
-    taps: tuple[int, ...]  # target layers whose residual streams it reads
     reads: tuple[int, ...] = ()  # target layers whose K/V it reads
 
-    def __init__(self, config: DrafterConfig | BlockConfig, seed: int):
+    def __init__(self, config: DrafterConfig | BlockConfig, seed: int = 0):
         super().__init__()
-        self.config = config
-        self.names: dict[str, str] = {}  # canonical -> parameter or buffer
+        self.config, self.names, self.taps = config, tuple(tensor_plan(config)), config.taps or ()
         generator = torch.Generator().manual_seed(seed)
         for name, plan in tensor_plan(config).items():
             attribute = name.replace(".", "_")
-            self.names[name] = attribute
             if plan.role == "index":
                 self.register_buffer(attribute, torch.arange(plan.shape[0]))
             elif plan.role in ("norm", "vector"):
@@ -53,11 +50,6 @@ class TrainNet(nn.Module):
                     std *= (2 * len(config.layers)) ** -0.5
                 self.register_parameter(attribute, nn.Parameter(torch.randn(plan.shape, generator=generator) * std))
 
-    @property
-    def size(self) -> DrafterSize:
-        """Weights that a draft step reads; for a block drafter, a pass that drafts all tokens."""
-        return drafter_size(self.config)
-
     def unroll(
         self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
     ) -> Iterator[Tensor]:
@@ -66,7 +58,7 @@ class TrainNet(nn.Module):
         raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
-        return getattr(self, self.names[name])
+        return getattr(self, name.replace(".", "_"))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -74,21 +66,15 @@ class TrainNet(nn.Module):
                 self.weight(name).copy_(weights[name])
 
     def export(self) -> dict[str, Tensor]:
-        """The weights to write: if the layers were trained in 4 bits, those values, so that every device drafts with
-        them."""
+        """The weights to write: of layers trained in 4 bits those values, so that every device drafts with them."""
         return {name: w.detach().clone() for name, w in self.cast(torch.float32, self.config.weight_bits).items()}
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
-        """Differentiable copies in the compute dtype, once per batch; `bits` = 4: the layers' matrices rounded to 4
-        bits."""
+        """Differentiable copies in the compute dtype, once per batch; `bits` = 4: the layers' matrices so rounded."""
         held = {name: self.weight(name) for name in self.names}
         if bits == 4:
-            matrices = [
-                n
-                for n, w in held.items()
-                if w.ndim == 2 and n not in ("embed", "centroids") and w.shape[1] % QUANT_BLOCK == 0
-            ]
-            held |= zip(matrices, four_bits_all([held[n] for n in matrices], dtype), strict=True)
+            some = [n for n, w in held.items() if w.ndim == 2 and n not in HEADS and w.shape[1] % QUANT_BLOCK == 0]
+            held |= zip(some, four_bits_all([held[n] for n in some], dtype), strict=True)
         return {name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()}
 
 
@@ -99,7 +85,7 @@ class DrafterModule(TrainNet):
 
     def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
         super().__init__(config, seed)
-        self.layers, self.taps = bind(config, target), config.taps
+        self.layers = bind(config, target)
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
     def unroll(

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .config import Say, TrainConfig
-from .export import Json, write_json
+from .export import Json, read_json, write_json
 from .finish import draw_curve, model_card
 from .run import Progress, train
-from .trainer import Row
+from .trainer import Row, read_rows
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,9 @@ class Recipe:
 
 def read_recipe(name: str) -> Recipe:
     """A shipped recipe by name, or a TOML file."""
-    path = Path(name)
     shipped = resources.files("outrider") / "assets" / "recipes" / f"{name}.toml"
     try:
-        raw = tomllib.loads(
-            path.read_text(encoding="utf-8") if path.suffix == ".toml" else shipped.read_text(encoding="utf-8")
-        )
+        raw = tomllib.loads((Path(name) if name.endswith(".toml") else shipped).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         raise OutriderError(f"--recipe {name}: no such file; shipped recipes: shipped, further, dflash") from None
     except tomllib.TOMLDecodeError as error:
@@ -58,8 +55,8 @@ def read_recipe(name: str) -> Recipe:
     phases = []
     for number, table in enumerate(tables, 1):
         title, minutes = str(table.pop("name", number)), table.pop("minutes", None)
-        if not isinstance(minutes, int | float) or minutes <= 0:
-            raise OutriderError(f"--recipe {name}: phase {number} needs 'minutes', a number above 0")
+        good = isinstance(minutes, int | float) and minutes > 0
+        require(good, f"--recipe {name}: phase {number} needs 'minutes', a number above 0")
         phases.append(Phase(title, float(minutes), table))
     return Recipe(name, raw, tuple(phases))
 
@@ -75,44 +72,38 @@ def train_recipe(
     config = config.with_values(recipe.values, f"--recipe {recipe.name}", keep)
     if not recipe.phases:
         return train(config, say, progress)
-    out, init, carry = config.out, config.init, config.carry
-    folders = [out / f"{number}-{phase.name}" for number, phase in enumerate(recipe.phases, 1)]
-    own_folder = (folders[0] / "run.json").exists()
-    if (out / "run.json").exists() or ((out / "drafter").exists() and not own_folder):
+    out, folders = config.out, [config.out / f"{number}-{p.name}" for number, p in enumerate(recipe.phases, 1)]
+    foreign = (out / "drafter").exists() and not (folders[0] / "run.json").exists()
+    if foreign or (out / "run.json").exists():
         raise OutriderError(f"--out {out}: holds a drafter that this recipe did not make: choose another --out")
     scale = 1.0 if config.minutes is None else config.minutes / sum(p.minutes for p in recipe.phases)
-    result: Row = {}
-    stories: list[Row] = []
     for number, (phase, folder) in enumerate(zip(recipe.phases, folders, strict=True), 1):
-        own = replace(config, init=init, carry=carry).with_values(phase.values, f"phase {phase.name!r}", keep)
-        limit = (
-            own.answer_minutes if own.answer_minutes is None or "answer_minutes" in keep else own.answer_minutes * scale
-        )
+        own = config.with_values(phase.values, f"phase {phase.name!r}", keep)
+        limit = own.answer_minutes
+        if limit is not None and "answer_minutes" not in keep:
+            limit *= scale
         minutes = None if "steps" in keep else phase.minutes * scale
         say(f"phase {number} of {len(folders)}: {phase.name}" + ("" if minutes is None else f", {minutes:.3g} minutes"))
         result = train(replace(own, out=folder, minutes=minutes, answer_minutes=limit), say, progress)
         if "stopped" in result or "too_few_steps" in result:
             break
-        stories.append(json.loads((folder / "drafter" / "provenance.json").read_text()))
-        init, carry = str(folder / "drafter"), (*carry, folder / "data.npz")
-    publish(out, folder, result, stories)
+        config = replace(config, init=str(folder / "drafter"), carry=(*config.carry, folder / "data.npz"))
+    publish(out, folders[:number], result)
     return result
 
 
-def publish(out: Path, last: Path, result: Row, stories: list[Row]) -> None:
-    """OUT/drafter: the last phase's files, with the provenance, logs and card of all phases."""
-    made, to = last / "drafter", out / "drafter"
+def publish(out: Path, folders: list[Path], result: Row) -> None:
+    """OUT/drafter: the last phase's files, with the provenance, logs and card of all phases so far."""
+    made, to = folders[-1] / "drafter", out / "drafter"
     if not (made / "model.safetensors").exists():
         return
     shutil.copytree(made, to, dirs_exist_ok=True)
-    current = json.loads((made / "provenance.json").read_text())
-    runs = stories if stories and stories[-1] == current else [*stories, current]
-    head = {k: current[k] for k in ("target", "target_hash", "data", "data_sha256", "device", "torch")}
+    runs = [read_json(folder / "drafter" / "provenance.json") for folder in folders]
+    head = {k: runs[-1][k] for k in ("target", "target_hash", "data", "data_sha256", "device", "torch")}
     write_json(to / "provenance.json", {**head, "runs": runs})
-    raw = json.loads((to / "config.json").read_text())
+    raw = read_json(to / "config.json")
     config = BlockConfig.from_hf(raw) if is_block(raw) else DrafterConfig.from_hf(raw)
     (to / "README.md").write_text(model_card(config, result, runs), encoding="utf-8")
-    logs = sorted(p for p in out.glob("*-*/log.jsonl"))
-    rows = [{"run": n, **json.loads(line)} for n, path in enumerate(logs, 1) for line in path.read_text().splitlines()]
+    rows = ({"run": n, **row} for n, folder in enumerate(folders, 1) for row in read_rows(folder / "log.jsonl"))
     (to / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    draw_curve(last / "log.jsonl", to / "curve.svg")
+    draw_curve(folders[-1] / "log.jsonl", to / "curve.svg")

@@ -21,7 +21,6 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from ..models.decoder import TextModel
-from ..models.inspect import model_size
+from ..models.inspect import drafter_size, model_size
 from ..prompts import read_prompts
-from ..types import OutriderError, bad_input, require
+from ..types import bad_input, require
 from ..weights.sizes import stored_size
 from . import answers, design, finish, forecast
 from .block_net import load_net, start_block
@@ -41,17 +40,15 @@ from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import read_json, write_json
 from .net import DrafterModule, TrainNet
 from .target import Described, TrainTarget, describe, encode, open_target
-from .trainer import Hooks, Row, Trainer, append_row
+from .trainer import Hooks, Row, Trainer, append_row, read_rows
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
 PROBE_ANSWERS = 32  # evaluated on a GPU to see how long it takes
 SPEND_SECONDS = 5.0  # between two notes of the time used
-START_ROWS = 1024  # anchors that the drafter's start is fitted on, at least
 
 
 def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) -> Row:
-    """The whole command. Returns the final evaluation; "stopped" with the number of the signal that requested a stop,
-    after everything was saved."""
+    """The whole command. Returns the final evaluation; with "stopped": the signal after which everything was saved."""
     with bad_input(OSError, lambda error: f"--out {job.out}: {error.strerror}"):
         job.out.mkdir(parents=True, exist_ok=True)
     before = read_json(job.out / "spent.json").get("seconds", 0.0)
@@ -95,51 +92,38 @@ class TrainRun:
         self.foresee(known, prompts)
         whole = self.data(known, prompts)
         if whole is None:
-            self.say(
-                f"stopped while answering; what there is lies in {job.out / 'answers.jsonl'}: the same command goes "
-                f"on from there"
-            )
+            kept = job.out / "answers.jsonl"
+            self.say(f"stopped while answering; what there is lies in {kept}: the same command goes on from there")
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
         target = open_target(known, job.device, forecast.torch_dtype(job))
-        data, aside = split(whole, prompts.index[self.held(prompts)])
+        out = np.isin(whole.index, prompts.index[self.held(prompts)])
+        advice = "more prompts, more time, or a smaller heldout"
+        require(not out.all(), f"every answer belongs to a held-out prompt: {advice}")
+        data, aside = whole.select(~out), whole.select(out)
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
 
     def check_folder(self, known: Described) -> None:
         """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
-        way."""
-        out = self.job.out
-        mine: Row = {"target": known.name, "target_hash": known.hash, "settings": self.job.identity()}
+        way; reports those that changed."""
+        out, now = self.job.out, self.job.identity()
         begun = read_json(out / "run.json")
-        if not begun:
-            if any((out / name).exists() for name in ("prompts.npz", "checkpoint.pt", "drafter")):
-                raise OutriderError(f"--out {out}: holds a drafter or a run of unknown origin: choose another --out")
-            write_json(out / "run.json", mine)
-        elif begun.get("target_hash") != mine["target_hash"]:
-            raise OutriderError(
-                f"--out {out}: holds a run for another model ({begun.get('target')}, other weights than "
-                f"{known.name}): choose another --out"
-            )
-        else:
-            self.compare(begun.get("settings", {}), mine["settings"])
-            write_json(out / "run.json", mine)
-        self.counts = (out / "spent.json").exists()
-
-    def compare(self, before: Row, now: Row) -> None:
-        """Compares the settings of a resumed run with the original ones."""
-        changed = [
-            f"{name} {before[name]} -> {now[name]}" for name in now if name in before and before[name] != now[name]
-        ]
-        fixed = [line for line in changed if line.split()[0] not in CHANGEABLE]
-        if fixed:
-            raise OutriderError(
-                f"--out {self.job.out}: this run was begun with other settings ({', '.join(fixed)}): choose another "
-                f"--out"
-            )
+        before, why = begun.get("settings", {}), ""
+        changed = {k: f"{k} {before[k]} -> {v}" for k, v in now.items() if before.get(k, v) != v}
+        fixed = [line for name, line in changed.items() if name not in CHANGEABLE]
+        if not begun and any((out / name).exists() for name in ("prompts.npz", "checkpoint.pt", "drafter")):
+            why = "holds a drafter or a run of unknown origin"
+        elif begun and begun.get("target_hash") != known.hash:
+            why = f"holds a run for another model ({begun.get('target')}, other weights than {known.name})"
+        elif fixed:
+            why = f"this run was begun with other settings ({', '.join(fixed)})"
+        require(not why, f"--out {out}: {why}: choose another --out")
         if changed:
-            self.say(f"this run goes on with other settings: {', '.join(changed)}")
+            self.say(f"this run goes on with other settings: {', '.join(changed.values())}")
+        write_json(out / "run.json", {"target": known.name, "target_hash": known.hash, "settings": now})
+        self.counts = (out / "spent.json").exists()
 
     # ---- data ------------------------------------------------------------------------------------------------------
     def held(self, prompts: Sequences) -> np.ndarray:
@@ -148,39 +132,29 @@ class TrainRun:
 
     def prompts(self, known: Described) -> Sequences:
         job, kept = self.job, self.job.out / "prompts.npz"
-        most = min(job.max_prompt, known.config.max_context - job.max_new)
-        if most < 1:
-            raise OutriderError(
-                f"--max-new {job.max_new} leaves no room for a prompt in {known.config.max_context} positions"
-            )
+        files = {"data": job.data, "eval_data": job.eval_data}
+        room = known.config.max_context
+        most = min(job.max_prompt, room - job.max_new)
+        require(most >= 1, f"--max-new {job.max_new} leaves no room for a prompt in {room} positions")
         before = read_json(job.out / "prompts.json") if kept.exists() else {}
         if before:
-            self.same_file("--data", job.data, before)
-            self.same_file("--eval-data", job.eval_data, before)
+            for name, path in files.items():  # a resumed run has its prompts already; their file may be gone
+                was, option = before.get(f"{name}_sha256"), "--" + name.replace("_", "-")
+                now = None if path is None else file_hash(path) if path.is_file() else was or "gone"
+                begun = f"{job.out}: this run was begun with other prompts ({before.get(name, f'without {option}')})"
+                require(now == was, f"{begun}: give the same {option}, or another --out")
         else:
             listed = read_prompts(job.data, job.limit)
             apart = [] if job.eval_data is None else read_prompts(job.eval_data)
             encode([*listed, *apart], known.text, known.config.vocab_size, max_tokens=most).save(kept)
-            source: Row = {"data": job.data.name, "data_sha256": file_hash(job.data)}
-            if job.eval_data is not None:
-                source |= {"eval_data": job.eval_data.name, "eval_data_sha256": file_hash(job.eval_data)}
-                source["lines"] = len(listed)
+            given = {name: path for name, path in files.items() if path is not None}
+            source: Row = {name: path.name for name, path in given.items()}
+            source |= {f"{name}_sha256": file_hash(path) for name, path in given.items()}
+            source |= {"lines": len(listed)} if apart else {}
             write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
         prompts = Sequences.load(kept)
         self.say(f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens")
         return prompts
-
-    def same_file(self, option: str, path: Path | None, before: Row) -> None:
-        """A resumed run has its prompts already: another prompt file is refused."""
-        name = option.removeprefix("--").replace("-", "_")
-        if (path is None) != (name not in before) or (
-            path is not None and path.is_file() and file_hash(path) != before[f"{name}_sha256"]
-        ):
-            was = before.get(name, f"without {option}")
-            raise OutriderError(
-                f"{self.job.out}: this run was begun with other prompts ({was}): give the same {option}, or another "
-                f"--out"
-            )
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
@@ -198,38 +172,33 @@ class TrainRun:
     def answer(self, known: Described, prompts: Sequences) -> None:
         """The target's answers into a file."""
         job, tasks, path = self.job, self.tasks(prompts), self.job.out / "answers.jsonl"
-        longest = int(prompts.lengths.max()) + job.max_new
-        made, took = 0, 1e-9
+        longest, told = int(prompts.lengths.max()) + job.max_new, ""
 
         def report(done: int, count: int, tokens: int, seconds: float) -> None:
-            nonlocal made, took
-            made, took = tokens, max(seconds, 1e-9)
-            self.progress("answering", done, count, f"{tokens} tokens, {tokens / took:.0f} tok/s")
+            nonlocal told
+            told = f"{tokens} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):.0f} tok/s"
+            self.progress("answering", done, count, told)
 
         self.progress("loading the engine", 0, 1, "")
         with answers.answering_engine(known, job.device, forecast.torch_dtype(job), job.slots, longest) as engine:
-            ends = time.perf_counter() + self.answer_seconds
+            ends = time.perf_counter() + min(self.answer_seconds, self.budget.left)
+            halt = lambda: self.stop.asked or time.perf_counter() >= ends  # noqa: E731
             asked = (engine, prompts, tasks, job.max_new, answers.read_answers(path))
-            answers.append_answers(path, answers.answer_tasks(*asked, report=report, deadline=ends, stop=self.stop))
-        self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
+            answers.append_answers(path, answers.answer_tasks(*asked, report=report, halt=halt))
+        self.say(f"answered {told}")
 
     def tasks(self, prompts: Sequences) -> list[answers.Task]:
         """All requested answers."""
-        return answers.plan_tasks(len(prompts), self.held(prompts), self.job, category_weights(self.job, prompts))
-
-    @property
-    def answer_share(self) -> float:
-        """The maximum share of the time for answering."""
-        job = self.job
-        if job.answer_minutes is not None and job.minutes is not None:
-            return min(1.0, job.answer_minutes / job.minutes)
-        return forecast.ANSWER_SHARE if job.cuda else forecast.CPU_ANSWER_SHARE
+        kinds = read_json(self.job.out / "prompts.json")["categories"]
+        weights = np.array([self.job.categories.get(kinds[i], 1.0) for i in prompts.index])
+        return answers.plan_tasks(len(prompts), self.held(prompts), self.job, weights)
 
     @property
     def answer_seconds(self) -> float:
-        """The maximum time left for answering."""
-        asked = self.job.answer_minutes
-        return min(self.answer_share * self.budget.seconds if asked is None else 60 * asked, self.budget.left)
+        """The maximum time for answering."""
+        if self.job.answer_minutes is not None:
+            return 60 * self.job.answer_minutes
+        return self.budget.seconds * (forecast.ANSWER_SHARE if self.job.cuda else forecast.CPU_ANSWER_SHARE)
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
         """Reports what the time allows and refuses what it does not, before anything is loaded. A GPU is
@@ -240,14 +209,14 @@ class TrainRun:
             chosen = forecast.RunPlan.of(job, known.config, int(tokens + prompts.lengths.sum()))
             costs = forecast.RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
             if job.minutes is not None:
-                made = forecast.Forecast.of(costs, 60 * job.minutes - self.budget.spent, self.answer_share)
+                share = min(1.0, self.answer_seconds / self.budget.seconds)
+                made = forecast.Forecast.of(costs, self.budget.left, share)
                 write_json(job.out / "forecast.json", {**asdict(made), "costs": asdict(costs)})
-                self.say(forecast.check(costs, job.minutes, self.budget.spent, self.answer_share))
+                self.say(forecast.check(costs, job.minutes, self.budget.spent, share))
             else:
-                self.say(
-                    f"this will take about {costs.seconds(tokens, job.steps) / 60:.0f} minutes here; --minutes N ends "
-                    f"it in time, Ctrl-C saves it at any moment"
-                )
+                minutes = (costs.without_steps(tokens) + job.steps * costs.step) / 60
+                advice = "--minutes N ends it in time, Ctrl-C saves it at any moment"
+                self.say(f"this will take about {minutes:.0f} minutes here; {advice}")
         self.counts = True
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
@@ -261,13 +230,10 @@ class TrainRun:
                 net.config = replace(net.config, weight_bits=4)
             if job.cluster_top is not None and net.config.clusters:
                 net.config = replace(net.config, cluster_top=job.cluster_top)
-        cost = net.size
-        share = cost.step / model_size(target.config).active
-        self.say(
-            f"a draft {'pass' if job.kind == 'dflash' else 'step'} reads {cost.step / 1e6:.2f} M weights "
-            f"({share:.1%} of a target step), {cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a "
-            f"batch"
-        )
+        cost, unit = drafter_size(net.config), "pass" if job.kind == "dflash" else "step"
+        share = f"{cost.step / model_size(target.config).active:.1%} of a target step"
+        head = f"{cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
+        self.say(f"a draft {unit} reads {cost.step / 1e6:.2f} M weights ({share}), {head}")
         aside, reserve = self.reserve(target.model, net, aside)
         log_path = job.out / "log.jsonl"
         scored = (lambda: finish.judge(target.model, net, aside, job.temperature, self.halted)) if len(aside) else None
@@ -277,43 +243,37 @@ class TrainRun:
             # unmeasured: a run that is killed leaves its best evaluation
             export=lambda: finish.write_drafter(trainer, target.hash, {}, []),
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
+            stop=lambda: self.stop.asked,
         )
-        trainer = Trainer(target.model, net, data, job, sizes, hooks, self.stop)
-        resumed = trainer.resume(job.out)
+        trainer = Trainer(target.model, net, data, job, sizes, hooks)
+        resumed = trainer.resume()
         if resumed:
             self.say(f"continuing from step {trainer.progress.step}")
         trim_log(log_path, trainer.progress.step if resumed else -1)
         if job.init is not None and not resumed:
-            trainer.judge(job.out)  # the score to beat
+            trainer.judge()  # the score to beat
         if job.minutes is not None:
             trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
-        trainer.run(job.out)
+        trainer.run()
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         self.progress("evaluating", 0, 1, "")
         result = finish.finish(trainer, target.hash, aside, self.halted)
+        step, made = trainer.progress.step, job.out / "drafter"
         if self.stop.asked:
-            self.say(
-                f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes "
-                f"on from here"
-            )
+            self.say(f"stopped at step {step}; {made} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
-        result["steps"] = trainer.progress.step
+        result["steps"] = step
         if len(aside) and "full" not in result:
             self.say("not evaluated: the time was over")
-        if job.minutes is not None and trainer.progress.step < forecast.HANDFUL:
+        if job.minutes is not None and step < forecast.HANDFUL:
             result["too_few_steps"] = True
-            self.say(
-                f"only {trainer.progress.step} steps in the time there was: this drafter has learnt nothing; allow "
-                f"more --minutes"
-            )
-        elif result["step"] < trainer.progress.step:
+            self.say(f"only {step} steps in the time there was: this drafter has learnt nothing; allow more --minutes")
+        elif result["step"] < step:
             best = f"step {result['step']}" if result["step"] or job.init is None else job.init
-            self.say(
-                f"no evaluation beat {best}, so {job.out / 'drafter'} holds those weights; {job.out / 'last'} holds "
-                f"the last ones"
-            )
+            last = f"{job.out / 'last'} holds the last ones"
+            self.say(f"no evaluation beat {best}, so {made} holds those weights; {last}")
         else:
-            self.say(f"drafter written to {job.out / 'drafter'}")
+            self.say(f"drafter written to {made}")
         return result
 
     def sizes(self, target: TrainTarget, data: Sequences) -> forecast.Sizes:
@@ -335,24 +295,21 @@ class TrainRun:
             return warm
         if job.kind != "mtp":
             return start_block(job, target, data, self.say)
-        net = DrafterModule(design.new_drafter(job, target.config, target.hash), target.config, job.seed).to(
-            model.device
-        )
+        config = design.new_drafter(job, target.config, target.hash)
+        net = DrafterModule(config, target.config, job.seed).to(model.device)
         if (job.out / "checkpoint.pt").exists():
             return net  # its weights come from there
-        rows = max(anchors, START_ROWS)  # enough of them to fit the input projection
+        rows = max(anchors, design.START_ROWS)  # enough of them to fit the input projection
         few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, rows, 4 * rows, job.seed, 0)[:2]]
-        if net.config.tied_to_target and net.config.hidden == net.config.backbone_hidden:
+        if config.tied_to_target and config.hidden == config.backbone_hidden:
             design.start_from_target(net, model)
             design.fold_biases(net, model, few)
             fitted = design.fit_inputs(net, model, few)
-            self.say(
-                f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the "
-                f"residual stream there"
-            )
-        if net.config.gemma:
+            explained = f"its input explains {fitted:.0%} of the residual stream there"
+            self.say(f"drafter starts from target layers {config.reads}; {explained}")
+        if config.gemma:
             design.start_gemma(net, model, few[0])
-        if net.config.clusters:
+        if config.clusters:
             design.start_clusters(net, model, job.seed)
         return net
 
@@ -361,37 +318,32 @@ class TrainRun:
         evaluation they stay the same: scores of others could not be compared with it."""
         if not len(aside):
             return aside, forecast.EXPORT_SECONDS
-        path = self.job.out / "judged.json"
-        kept = read_json(path).get("answers") if (self.job.out / "best.pt").exists() else None
-        if self.job.minutes is None:
-            return self.judged(path, aside, kept or len(aside)), forecast.EXPORT_SECONDS
-        few = 1
-        if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
-            few = PROBE_ANSWERS
-            finish.judge(model, net, aside.select(np.arange(1)), self.job.temperature)
-        usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
-        tried = aside.select(usual)
-        began = time.perf_counter()
-        finish.judge(model, net, tried, self.job.temperature)
-        each = (time.perf_counter() - began) / max(1, tried.answer_tokens)
-        allowed = forecast.FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
-        total = np.cumsum(aside.lengths - aside.prompts)
-        chosen = self.judged(path, aside, kept or max(1, int(np.searchsorted(total, allowed, side="right"))))
-        return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + forecast.EXPORT_SECONDS
-
-    def judged(self, path: Path, aside: Sequences, count: int) -> Sequences:
-        """`count` of the held-out answers; the number is stored."""
+        path, count, token = self.job.out / "judged.json", len(aside), 0.0
+        if self.job.minutes is not None:
+            few = 1
+            if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
+                few = PROBE_ANSWERS
+                finish.judge(model, net, aside.select(np.arange(1)), self.job.temperature)
+            usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
+            tried = aside.select(usual)
+            began = time.perf_counter()
+            finish.judge(model, net, tried, self.job.temperature)
+            token = finish.PASSES * (time.perf_counter() - began) / max(1, tried.answer_tokens)  # seconds of each
+            allowed = forecast.FINISH_SHARE * self.budget.seconds / token
+            total = np.cumsum(aside.lengths - aside.prompts)
+            count = max(1, int(np.searchsorted(total, allowed, side="right")))
+        if (self.job.out / "best.pt").exists():
+            count = read_json(path).get("answers") or count
         write_json(path, {"answers": count})
-        return aside.select(some_of_each_kind(aside.greedy, count))
+        chosen = aside.select(some_of_each_kind(aside.greedy, count))
+        return chosen, 1.5 * token * chosen.answer_tokens + forecast.EXPORT_SECONDS
 
 
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
     """Indices of `count` answers, spread over all, greedy and sampled ones in their original proportion (a prompt has
     one of each, side by side: every other answer would be of one kind)."""
-    by_kind = np.argsort(~greedy, kind="stable")
-    return np.sort(
-        by_kind[(np.arange(min(count, len(greedy))) * (len(greedy) / min(count, len(greedy)))).astype(np.int64)]
-    )
+    by_kind, count = np.argsort(~greedy, kind="stable"), min(count, len(greedy))
+    return np.sort(by_kind[(np.arange(count) * (len(greedy) / count)).astype(np.int64)])
 
 
 def carried(path: Path, job: TrainConfig, held: np.ndarray) -> Sequences:
@@ -399,31 +351,10 @@ def carried(path: Path, job: TrainConfig, held: np.ndarray) -> Sequences:
     answered again."""
     data = Sequences.load(path)
     luck = np.random.default_rng((job.seed, 5)).random(len(data))
-    return data.select(np.nonzero((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, held))[0])
-
-
-def category_weights(job: TrainConfig, prompts: Sequences) -> np.ndarray | None:
-    """Relative number of answers per prompt [N], if the job sets it by category."""
-    if not job.categories:
-        return None
-    kinds = read_json(job.out / "prompts.json")["categories"]
-    return np.array([job.categories.get(kinds[i], 1.0) for i in prompts.index])
-
-
-def split(data: Sequences, held: np.ndarray) -> tuple[Sequences, Sequences]:
-    """Train and held out, by prompt."""
-    out = np.isin(data.index, held)
-    require(not out.all(), "every answer belongs to a held-out prompt: more prompts, more time, or a smaller heldout")
-    return data.select(np.nonzero(~out)[0]), data.select(np.nonzero(out)[0])
+    return data.select((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, held))
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Rows that the checkpoint does not cover will be made again; one that was cut off as its run was killed is
-    dropped."""
-    if not path.exists():
-        return
-    rows = []
-    for line in path.read_text().splitlines():
-        with suppress(ValueError):
-            rows += [line] if json.loads(line)["step"] <= step else []
-    path.write_text("".join(r + "\n" for r in rows))
+    """Rows that the checkpoint does not cover will be made again."""
+    if path.exists():
+        path.write_text("".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step))

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -25,16 +26,16 @@ from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .capture import Recorder
-from .clock import Halted, Stop
+from .clock import Halted
 from .clusters import cluster_loss, cluster_of
 from .config import TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch, prefetch
 from .export import Json
 from .forecast import GPU_ANCHORS, Sizes
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
-from .net import TrainNet
+from .net import HEADS, TrainNet
 
 Row = Json  # of the log
 GRAD_CLIP, WEIGHT_DECAY = 1.0, 0.01
@@ -49,6 +50,7 @@ class Hooks:
     export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
     # share of the run that is done, and a line about it
     progress: Callable[[float, str], None] = lambda share, line: None
+    stop: Callable[[], bool] = lambda: False  # asked before each step
 
 
 @dataclass
@@ -69,15 +71,12 @@ class Trainer:
         config: TrainConfig,
         sizes: Sizes = Sizes(GPU_ANCHORS, 0, False),
         hooks: Hooks = Hooks(),
-        stop: Stop | None = None,
     ):
         self.model, self.net, self.data, self.config, self.sizes, self.hooks = model, net, data, config, sizes, hooks
-        self.minutes: float | None = (
-            None  # train this long instead of config.steps; the learning rate then follows the clock
-        )
+        # train this long instead of config.steps; the learning rate then follows the clock
+        self.minutes: float | None = None
         self.device, self.dtype = model.device, model.dtype
-        self.stop = stop or Stop()
-        self.target = Recorder(model, data, net.reads, net.taps, sizes.keep, rank=bool(sizes.scored))
+        self.target = Recorder(model, data, net.reads, net.taps, sizes.keep)
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, config.lr, WEIGHT_DECAY, config.optimizer == "muon")
@@ -85,52 +84,40 @@ class Trainer:
         mixes = [LossMix.parse(text) for text in (config.loss, config.greedy_loss or config.loss)]
         self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 3] by TrainBatch.greedy
         self.bits: int | None = None
-        self.clusters = net.config.clusters
-        self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None
-        if net.config.tied_to_target and not isinstance(model.head, Tensor):
-            raise OutriderError("training needs the target's weights dense, not packed")
 
     # ---- one batch -------------------------------------------------------------------------------------------------
     def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
         s, model, net = self.config, self.model, self.net
         w = net.cast(self.dtype, self.bits)
+        of = cluster_of(w["token_ordering"], net.config.clusters) if net.config.clusters else None
         seen = self.target.take(batch)
-        scored = Scored()
-        if self.sizes.scored:
-            said = batch.ids[:, batch.first :].reshape(-1)
-            scored = Scored.choose(
-                self.target.likely(batch, seen),
-                said,
-                self.sizes.scored,
-                net.config.vocab_size,
-                (s.seed, self.progress.step),
-            )
+        scored, said = Scored(), batch.ids[:, batch.first :].reshape(-1)
+        if count := self.sizes.scored:
+            likely = self.target.likely(batch, seen)
+            scored = Scored.choose(likely, said, count, net.config.vocab_size, (s.seed, self.progress.step))
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
         # that the steps so far were accepted
-        chance = torch.ones(batch.ids[:, batch.first :].numel(), device=self.device)
+        chance = torch.ones(said.numel(), device=self.device)
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
-            rows, target = batch.anchors[j - 1], batch.targets[j - 1]
-            weight = s.step_decay ** (j - 1) * (1.0 - s.survival_weight + s.survival_weight * chance[rows])
+            rows, target, decay = batch.anchors[j - 1], batch.targets[j - 1], s.step_decay ** (j - 1)
+            weight = decay * (1.0 - s.survival_weight + s.survival_weight * chance[rows])
             scale = None  # how many rows each of them represents
-            whole, weights = rows, weights + s.step_decay ** (j - 1) * rows.numel()
+            whole, weights = rows, weights + decay * rows.numel()
             if s.loss_row_share < 1.0 and j > 1 and rows.numel():
                 luck = np.random.default_rng((s.seed, self.progress.step, j)).random()
                 some, scale = drawn(weight, math.ceil(s.loss_row_share ** (j - 1) * rows.numel()), luck)
                 rows, target, weight = rows[some], target[some], weight[some] * scale
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             line, at = batch.where(rows)
-            part, alpha, hit = head_loss(
-                picked, head, teacher, target, weight, self.mixes[batch.greedy[line]], scored.bias
-            )
+            mix = self.mixes[batch.greedy[line]]
+            part, alpha, hit = head_loss(picked, head, teacher, target, weight, mix, scored.bias)
             total = total + part
-            if self.of is not None:
-                label = self.of[batch.ids[line, at + j + 1]]
-                total = total + s.step_decay ** (j - 1) * cluster_loss(
-                    picked, w["centroids"], label, s.cluster_grad_share, scale
-                )
+            if of is not None:
+                label = of[batch.ids[line, at + j + 1]]
+                total = total + decay * cluster_loss(picked, w["centroids"], label, s.cluster_grad_share, scale)
             stands = torch.ones_like(alpha) if scale is None else scale
             sums = torch.stack((hit * stands, alpha * stands, stands)).sum(1)
             if s.survival_weight:
@@ -156,16 +143,14 @@ class Trainer:
         return passed / (60 * self.minutes) if self.minutes is not None else self.progress.step / self.config.steps
 
     def rate(self, passed: float) -> float:
-        s, p, done = self.config, self.progress, self.share(passed)
-        decay = (
-            1.0
-            if done < s.lr_hold
-            else s.lr_final + (1 - s.lr_final) * max(0.0, 1 - (done - s.lr_hold) / max(1 - s.lr_hold, 1e-9))
-        )
-        return min(1.0, (p.step + 1) / max(1, s.warmup_steps)) * decay
+        """The share of the learning rate at this time: warm-up, then constant, then a linear decay."""
+        s = self.config
+        fallen = max(0.0, self.share(passed) - s.lr_hold) / max(1 - s.lr_hold, 1e-9)
+        decay = s.lr_final + (1 - s.lr_final) * max(0.0, 1 - fallen) if fallen else 1.0
+        return min(1.0, (self.progress.step + 1) / max(1, s.warmup_steps)) * decay
 
     # ---- the loop --------------------------------------------------------------------------------------------------
-    def run(self, out: Path | None = None) -> None:
+    def run(self) -> None:
         """Until the steps or minutes are done or a stop is requested. Saves as it goes, always after a report, which
         refuses a loss that is no number, and at the end."""
         s, p = self.config, self.progress
@@ -176,7 +161,7 @@ class Trainer:
         slowest = 0.0  # seconds of a step: none is begun that would end too late
         for batch, epoch, taken in batches:
             passed = time.perf_counter() - began
-            if self.share(passed + slowest) >= 1.0 or self.stop.asked:
+            if self.share(passed + slowest) >= 1.0 or self.hooks.stop():
                 break
             lr = s.lr * self.rate(passed)
             self.bits = 4 if self.share(passed) >= s.qat_start else None
@@ -188,20 +173,20 @@ class Trainer:
             p.step += 1
             p.seconds = time.perf_counter() - began
             slowest = max(0.9 * slowest, p.seconds - passed)
-            due = out is not None and time.perf_counter() - saved >= 60 * s.save_minutes
+            due = time.perf_counter() - saved >= 60 * s.save_minutes
             if p.step % s.log_every == 0 or p.step == 1 or due:
                 self.report(results, time.perf_counter() - told, lr)
                 results, told = [], time.perf_counter()
             if due:
-                self.save(out)
+                self.save()
                 saved = time.perf_counter()
             if self.device.type == "cpu":
                 self.hooks.progress(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
             if s.eval_every and p.step % s.eval_every == 0:
-                self.judge(out)
+                self.judge()
         if results:
             self.report(results, time.perf_counter() - told, 0.0)
-        self.save(out)
+        self.save()
 
     def update(self, lr: float) -> None:
         torch.nn.utils.clip_grad_norm_(list(self.params.values()), GRAD_CLIP)
@@ -213,76 +198,59 @@ class Trainer:
 
     def report(self, results: list[tuple[Tensor, Tensor]], seconds: float, lr: float) -> None:
         """results: of every batch in these seconds, as `loss` gives them."""
-        loss = reduce(torch.add, [loss for loss, _ in results]) / len(results)
-        stats = reduce(torch.add, [stats for _, stats in results])
+        losses, stats = (reduce(torch.add, each) for each in zip(*results))
+        value, p, seconds = float(losses / len(results)), self.progress, max(seconds, 1e-9)
         hits, alpha, rows = stats.cpu()
-        value, p = float(loss), self.progress
-        if not math.isfinite(value):
-            raise OutriderError(
-                f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr"
-            )
-        self.hooks.progress(
-            self.share(p.seconds),
-            f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}",
-        )
-        self.hooks.log(
-            {
-                "step": p.step,
-                "epoch": p.epoch,
-                "loss": round(value, 5),
-                "lr": lr,
-                "seconds": round(p.seconds, 2),
-                "steps_per_s": round(len(results) / max(seconds, 1e-9), 2),
-                "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
-                "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)],
-                "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
-            }
-        )
+        hit, accepted = ([round(float(v), 4) for v in share / rows.clamp_min(1)] for share in (hits, alpha))
+        advice = "stopped; the last checkpoint is good; try a smaller --lr"
+        require(math.isfinite(value), f"the loss is {value} at step {p.step}: {advice}")
+        told = f"step {p.step}, loss {value:.3f}, first draft right {hit[0]:.0%}"
+        self.hooks.progress(self.share(p.seconds), told)
+        row = {"step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2)}
+        row |= {"steps_per_s": round(len(results) / seconds, 2), "anchors_per_s": round(float(rows[0]) / seconds)}
+        self.hooks.log({**row, "hit": hit, "alpha": accepted})
 
-    def judge(self, out: Path | None) -> None:
-        """Evaluate; store the best weights next to the checkpoint and as a drafter."""
-        if self.hooks.evaluate is None:
-            return
+    def judge(self, ties: bool = False) -> bool | None:
+        """Evaluate; store the best weights (`ties`: those that are as good, too) next to the checkpoint and as a
+        drafter. Whether these are; None: there is no evaluation, or it was given up."""
         p = self.progress
+        if self.hooks.evaluate is None:
+            return None
         try:
             result = self.hooks.evaluate()
         except Halted:
-            return  # the run ends before its next step
+            return None  # the run ends before its next step
         self.hooks.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
-        if result["score"] > p.best:
-            p.best = result["score"]
-            if out is not None:
-                write(out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
-                self.hooks.export()
+        if result["score"] < p.best or (result["score"] == p.best and not ties):
+            return False
+        p.best = result["score"]
+        write(self.config.out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
+        self.hooks.export()
+        return True
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
-    def save(self, out: Path | None) -> None:
-        if out is None:
-            return
+    def save(self) -> None:
         state = {"net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
-        write(out / "checkpoint.pt", {**state, "progress": asdict(self.progress)})
+        write(self.config.out / "checkpoint.pt", {**state, "progress": asdict(self.progress)})
 
-    def resume(self, out: Path) -> bool:
-        path = out / "checkpoint.pt"
+    def resume(self) -> bool:
+        path = self.config.out / "checkpoint.pt"
         if not path.exists():
             return False
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)
             self.net.load_state_dict(kept["net"])
-            if self.clusters:
-                self.of = cluster_of(self.net.weight("token_ordering"), self.clusters)
             for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             self.progress = TrainProgress(**kept["progress"])
-            path = out / "best.pt"
+            path = path.with_name("best.pt")
             best = torch.load(path, map_location="cpu", weights_only=True)["score"] if path.exists() else -math.inf
             # one found after the checkpoint was written must not be replaced by what is worse
             self.progress.best = max(best, self.progress.best)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             why = "its drafter is built otherwise" if "state_dict" in str(error) else str(error).splitlines()[0]
-            raise OutriderError(
-                f"{path}: does not fit this run ({why}): choose another --out or the same settings"
-            ) from None
+            advice = "choose another --out or the same settings"
+            raise OutriderError(f"{path}: does not fit this run ({why}): {advice}") from None
         return True
 
 
@@ -291,19 +259,14 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """By canonical name: matrices of the network to Muon (Jordan et al. 2024), with a step scaled to AdamW's (as in
     Moonlight), so that one learning rate serves both; heads, centroids, norms and scalars to AdamW."""
-    matrices = {n: p for n, p in params.items() if muon and p.ndim == 2 and n not in ("embed", "centroids")}
+    matrices = {n: p for n, p in params.items() if muon and p.ndim == 2 and n not in HEADS}
     rest = [p for n, p in params.items() if n not in matrices]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(
-            torch.optim.Muon(matrices.values(), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
+        made.append(torch.optim.Muon(matrices.values(), lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
     if rest:
-        groups = [
-            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [g for g in groups if g["params"]]
+        sides = [p for p in rest if p.ndim >= 2], [p for p in rest if p.ndim < 2]
+        groups = [{"params": p, "weight_decay": d} for p, d in zip(sides, (weight_decay, 0.0)) if p]
         made.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=rest[0].is_cuda))
     return made
 
@@ -319,12 +282,19 @@ def write(path: Path, content: Row) -> None:
         part.replace(path)
     except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)
-        raise OutriderError(
-            f"{path}: cannot be written ({error}); the last checkpoint is kept: free some space and run the command "
-            f"again"
-        ) from None
+        advice = "the last checkpoint is kept: free some space and run the command again"
+        raise OutriderError(f"{path}: cannot be written ({error}); {advice}") from None
 
 
 def append_row(path: Path, row: Row) -> None:
     with open(path, "a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Of a log, where there is one, without a row that was cut off as its run was killed."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows

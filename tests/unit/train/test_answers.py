@@ -137,7 +137,7 @@ def test_answering_goes_on_where_it_was(
 
     engine.step = step  # type: ignore[method-assign]
     try:
-        append_answers(path, answer_tasks(engine, prompts(), tasks, 20, deadline=1.0, stop=stop))
+        append_answers(path, answer_tasks(engine, prompts(), tasks, 20, halt=lambda: stop.asked or now[0] >= 1.0))
     except RuntimeError:
         with open(path, "a") as file:
             file.write('{"prompt": 3, "dra')

@@ -90,7 +90,7 @@ def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (9, 17, 12)]
     data = Sequences.of(rows, (3, 5, 4), range(3), [True] * 3, tiny.VOCAB)
     batch = make_batch(data, np.array([2, 0, 1]), 2)
-    fresh, kept = (Recorder(model, data, (0, 2), (1,), keep, rank=True) for keep in (False, True))
+    fresh, kept = (Recorder(model, data, (0, 2), (1,), keep) for keep in (False, True))
     for _ in range(2):  # the second time from memory
         a, b = fresh.take(batch), kept.take(batch)
         assert fresh.likely(batch, a).equal(kept.likely(batch, b))

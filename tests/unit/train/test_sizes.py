@@ -149,9 +149,9 @@ def test_a_busy_machine_is_slower_in_everything(monkeypatch: pytest.MonkeyPatch)
     """Catches: a forecast that took the quickest moment of a loaded machine for its speed, and one that took the load
     into account twice in what the loss costs."""
     monkeypatch.setattr(forecast, "timed", lambda work: (0.01, 0.01))
-    idle = MachineSpeed.measure("cpu", torch.float32, 64)
+    idle = MachineSpeed.measure(torch.float32, 64)
     monkeypatch.setattr(forecast, "timed", lambda work: (0.04, 0.01))
-    busy = MachineSpeed.measure("cpu", torch.float32, 64)
+    busy = MachineSpeed.measure(torch.float32, 64)
     assert (busy.rate, busy.bandwidth, busy.pair) == pytest.approx((idle.rate / 4, idle.bandwidth / 4, idle.pair * 4))
     assert (idle.share, busy.share) == pytest.approx((1.0, 0.25))
 

@@ -28,7 +28,7 @@ from outrider.weights.load import load_target
 torch.set_num_threads(1)
 
 
-def made(folder: Path, **settings: float) -> Trainer:
+def made(folder: Path, out: Path | None = None, **settings: float) -> Trainer:
     config, weights, _ = load_target(str(tiny.write_target("smollm2", folder)), "cpu", torch.float32)
     rng = np.random.default_rng(0)
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (30, 26, 31, 9)]
@@ -36,7 +36,7 @@ def made(folder: Path, **settings: float) -> Trainer:
     net = DrafterModule(
         replace(design.plain(config, reads=(0, 2), intermediate=20), clusters=16, cluster_top=4), config
     )
-    job = TrainConfig("", folder, folder, unroll=3, cluster_grad_share=0.5, **settings)  # type: ignore[arg-type]
+    job = TrainConfig("", folder, out or folder, unroll=3, cluster_grad_share=0.5, **settings)  # type: ignore[arg-type]
     return Trainer(TextModel(config, weights, DenseOps()), net, data, job)  # type: ignore[arg-type]
 
 
@@ -77,36 +77,36 @@ def test_thinning_follows_the_chance_that_a_row_is_reached(tmp_path: Path) -> No
 
 def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: Path) -> None:
     scores = iter([{"score": 2.0}, {"score": 1.5}])
-    first = made(tmp_path / "target")
+    first = made(tmp_path / "target", tmp_path)
     first.hooks = Hooks(evaluate=lambda: next(scores))
-    first.save(tmp_path)
-    first.judge(tmp_path)
-    again = made(tmp_path / "target")
+    first.save()
+    first.judge()
+    again = made(tmp_path / "target", tmp_path)
     again.hooks = first.hooks
-    assert again.resume(tmp_path) and again.progress.best == 2.0
-    again.judge(tmp_path)
+    assert again.resume() and again.progress.best == 2.0
+    again.judge()
     assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0
 
 
 def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
     """Catches: a run that a signal could not end while the drafter it starts from was evaluated, 23 minutes on a busy
     machine."""
-    run, asked = made(tmp_path / "target"), iter([False, True])
+    run, asked = made(tmp_path / "target", tmp_path), iter([False, True])
     run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, run.net, run.data, 0.0, lambda: next(asked)))
-    run.judge(tmp_path)  # halted at its first batch
+    run.judge()  # halted at its first batch
     assert list(asked) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
 
 
 def test_a_checkpoint_of_another_drafter_says_so(tmp_path: Path) -> None:
-    run = made(tmp_path / "target")
-    run.save(tmp_path)
+    run = made(tmp_path / "target", tmp_path)
+    run.save()
     kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     kept["net"]["one.more"] = torch.zeros(1)
     trainer.write(tmp_path / "checkpoint.pt", kept)
     with pytest.raises(
         OutriderError, match=r"does not fit this run \(its drafter is built otherwise\): choose another --out"
     ):
-        run.resume(tmp_path)
+        run.resume()
 
 
 @pytest.mark.parametrize(("best", "every", "loaded"), [(0, 0, False), (0, 20, True), (0, 500, False), (20, 20, True)])
@@ -120,7 +120,8 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
         {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0},
     )
     run.config = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
-    taken = finish.load_best(run, run.data, lambda: True)
+    run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, net, run.data, 0.0, lambda: True))
+    taken = finish.load_best(run)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
     assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
