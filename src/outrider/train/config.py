@@ -3,7 +3,7 @@
 # ruff: noqa: SIM905  # tables of names are easier to read as words
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -91,9 +91,7 @@ class TrainConfig:
     # the optimizer
     steps: Annotated[int, COUNT, "Optimizer steps."] = 2000
     minutes: Annotated[
-        float | None,
-        POSITIVE,
-        "Wall-clock time of everything (loading, answering, training, evaluation), instead of --steps.",
+        float | None, POSITIVE, "Wall-clock time of loading, answering, training and evaluation, instead of --steps."
     ] = None
     answer_minutes: Annotated[float | None, POSITIVE] = None  # of these, at most for answering
     optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
@@ -132,7 +130,7 @@ class TrainConfig:
                 require(bound.holds(value), f"{label} must be {bound.words}, got {value!r}")
         return self
 
-    def with_values(self, values: dict[str, Any], where: str, keep: frozenset[str] = frozenset()) -> TrainConfig:
+    def with_values(self, values: dict[str, Any], where: str, keep: Collection[str] = ()) -> TrainConfig:
         """With the keys of a recipe; names in `keep` stay as they are."""
         known = {f.name for f in fields(self)} - COMMAND_ONLY
         for name in values:

@@ -228,8 +228,9 @@ def write_folder(
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.part"
         save_file(dict(tensors), part, metadata={"format": "pt"})
-        for name in filter(files.get, files):
-            write_json(folder / name, files[name])
+        for name, content in files.items():
+            if content:
+                write_json(folder / name, content)
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
         # safetensors makes it readable by its owner only: a server may run as another user

@@ -45,7 +45,7 @@ def _head_terms(
     cross = 0.0
     alpha = 0.0
     distance = 0.0
-    cluster_bonus = 0.0
+    signed = 0.0
     for lo in range(0, vocab, BLOCK):
         inside = lo + cols < vocab
         logq = tl.load(z_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32) - lse
@@ -55,7 +55,7 @@ def _head_terms(
         cross -= tl.sum(tl.where(inside, p * logq, 0.0), axis=0)
         alpha += tl.sum(tl.minimum(p, q), axis=0)
         distance += 0.5 * tl.sum(tl.abs(p - q), axis=0)
-        cluster_bonus += tl.sum(tl.where(q > p, q, -q), axis=0)
+        signed += tl.sum(tl.where(q > p, q, -q), axis=0)
     reach = 0.5 * tv
 
     for lo in range(0, vocab, BLOCK):
@@ -65,7 +65,7 @@ def _head_terms(
         p = tl.exp(tl.load(p_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32))
         sign = tl.where(q > p, 1.0, -1.0)
         here = tl.where(lo + cols == label, 1.0, 0.0)
-        grad = soft * (q - p) + reach * q * (sign - cluster_bonus) + hard * (q - here)
+        grad = soft * (q - p) + reach * q * (sign - signed) + hard * (q - here)
         tl.store(z_row + lo + cols, (weight * grad).to(z_ptr.dtype.element_ty), mask=inside)
 
     loss = soft * cross + tv * distance + hard * (lse - z_label)

@@ -146,9 +146,7 @@ def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
     return model.logits(hidden)
 
 
-def row_terms(
-    z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
     """The definition. z, logp [A, V]; best, weight [A]; mix [A, 3] the factors of soft, tv, hard
     -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
     soft, tv, hard = mix.unbind(1)

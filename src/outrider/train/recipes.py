@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -62,11 +63,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def train_recipe(
-    config: TrainConfig,
-    recipe: Recipe,
-    say: Say = print,
-    progress: Progress | None = None,
-    keep: frozenset[str] = frozenset(),
+    config: TrainConfig, recipe: Recipe, say: Say = print, progress: Progress | None = None, keep: Collection[str] = ()
 ) -> Row:
     """The run, or all phases, each continued where it stopped. Names in `keep` were given on the command line."""
     config = config.with_values(recipe.values, f"--recipe {recipe.name}", keep)

@@ -20,7 +20,7 @@ from ..weights.load import translate
 from ..weights.quant_scheme import recipe
 from ..weights.source import tensor
 from .answers import Task, answer_tasks, answering_engine, as_sequences
-from .block_net import BlockModule, drafter_config, load_net
+from .block_net import drafter_config, load_net
 from .config import CPU_SLOTS, GPU_SLOTS, EvalConfig, Say
 from .data import Sequences
 from .evaluate import Judge, best_k, summary
@@ -44,16 +44,12 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter:
     return as_sequences(encoded, made, config.vocab_size)
 
 
-def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    """At most `limit`, evenly over the file: prompt files are often sorted by category."""
-    require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
-    count = min(limit or len(prompts), len(prompts))
-    return [prompts[int(i * len(prompts) / count)] for i in range(count)]
-
-
 def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = False, say: Say = print) -> Row:
     """card: write the drafter's acceptance profile into its folder."""
-    listed, known = spread(read_prompts(asked.prompts), asked.limit), describe(model)
+    every, limit = read_prompts(asked.prompts), asked.limit
+    require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
+    count = min(limit or len(every), len(every))  # evenly over the file: many are sorted by category
+    listed, known = [every[int(i * len(every) / count)] for i in range(count)], describe(model)
     drafter_config(drafter, known.config)  # refused before long work
     began = time.perf_counter()
     data = answers(known, listed, asked, drafter)
@@ -73,8 +69,7 @@ def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = F
         made = acceptance.measure(found.runs(), fingerprint(files))
         say(f"{acceptance.write(Path(files.path), made)}: {made.judged} tokens judged")
     share = drafter_size(net.config).step / model_size(target.config).active
-    once = isinstance(net, BlockModule) and net.config.kind == "dflash"
-    fastest = best_k(result["tokens_per_cycle"], share, once=once)
+    fastest = best_k(result["tokens_per_cycle"], share, once=getattr(net.config, "kind", "mtp") == "dflash")
     return {**result, "draft_step_share": round(share, 4), "best_k": fastest}
 
 
