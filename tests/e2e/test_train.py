@@ -23,12 +23,11 @@ from outrider.spec import acceptance_profile
 from outrider.train import run
 from outrider.train.answers import read_answers
 from outrider.train.block_net import load_net
-from outrider.train.capture import DenseOps
 from outrider.train.config import EvalConfig, TrainConfig
 from outrider.train.data import Sequences
 from outrider.train.evaluate import Judge, walk
 from outrider.train.recipes import Phase, Recipe, train_recipe
-from outrider.train.target import describe, encode, open_target
+from outrider.train.target import DenseOps, describe, encode, open_target
 from outrider.train.tools import answers, evaluate_drafter
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target

@@ -16,8 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.prompts import read_prompts
 from outrider.train import run
 from outrider.train.answers import read_answers
-from outrider.train.capture import capture
-from outrider.train.target import describe, encode, open_target
+from outrider.train.target import capture, describe, encode, open_target
 from outrider.types import OutriderError
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ sequence attend to one set of context keys, each up to its own position, and to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,12 +27,11 @@ from ..spec.block import load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError, require
 from ..weights import hub
 from ..weights.load import as_tensors, load_drafter, translate
-from .capture import CapturedStates, capture
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import START_ROWS, spread_reads
-from .net import DrafterModule, TrainNet
-from .target import TrainTarget
+from .net import Drafted, DrafterModule, TrainNet, Weights
+from .target import CapturedStates, Layers, TrainTarget, capture
 
 Keys = tuple[Tensor, Tensor]
 GROUP = 16  # anchors of a sequence whose blocks attend together, at most
@@ -68,7 +67,7 @@ def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockC
     ).bound(target)
 
 
-def spread_taps(depth: int, count: int) -> tuple[int, ...]:
+def spread_taps(depth: int, count: int) -> Layers:
     """Layers evenly from the first quarter to the last but one: engines differ in what they expose after the last."""
     low, high = depth // 4, max(0, depth - 2)
     return tuple(sorted({low + round((high - low) * i / max(1, count - 1)) for i in range(count)}))
@@ -152,9 +151,7 @@ class GroupedBlock(BlockNet):
 class BlockModule(TrainNet):
     config: BlockConfig
 
-    def unroll(
-        self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
-    ) -> Iterator[Tensor]:
+    def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
         """The head's inputs of steps 1..steps (DFlash: as many as a block has), at the anchors of step 1."""
         config, rows, (size, length) = self.config, batch.anchors[0], batch.ids.shape
         line, at = batch.where(rows)
@@ -192,7 +189,7 @@ class BlockModule(TrainNet):
 
 
 @torch.no_grad()
-def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, reads: tuple[int, ...]) -> None:
+def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, reads: Layers) -> None:
     """Layers start as target layers of the same shape: attention, MLP, norms; the norms of queries and keys at the
     scale that these have there. The context starts as the stream after the last tap, which enters those layers."""
     config, target = net.config, model.config

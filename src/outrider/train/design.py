@@ -1,9 +1,8 @@
 """Chooses the drafter architecture for a target, and its initial weights.
 
 Plain style (Llama-family targets, our own model_type): layers read target layers spread over the upper part of the
-depth, the width is the target's, the head is the target's embedding. Each layer is initialised with the attention and
-the strongest MLP neurons of the layer it reads, and the input projection is fitted so that the input of the first layer
-is, as nearly as a linear map can make it, the residual stream that enters the target layer it imitates.
+depth, the width is the target's, the head is the target's embedding. Each layer starts as the layer it reads, and the
+input projection is fitted so that the first one gets, as nearly as a linear map can give it, that layer's input.
 
 Gemma style (Gemma targets): Gemma 4's own layout, three sliding layers and a full one on the last layers that own K/V,
 with a separate head, initialised with the target's embedding in its principal directions.
@@ -21,20 +20,19 @@ from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
 from ..types import AttnSpec, require
-from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
 from .config import TrainConfig
 from .data import Sequences, TrainBatch
 from .evaluate import Judge, Recorded
 from .losses import exact_logits
 from .net import DrafterModule
+from .target import Layers, capture
 
-Layers = tuple[int, ...]  # of the target
 START_ROWS = 1024  # anchors that a drafter's start is fitted on, at least
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
 
-def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
+def spread_reads(target: ModelConfig, count: int) -> Layers:
     """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last
     one included. No other choice is worth as much, and the upper ones are best (docs/training.md)."""
     owners = target.kv_layers

@@ -22,14 +22,15 @@ from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
 from ..spec.slot_sampling import sampling_batch
 from ..types import MAX_DRAFT, SamplingParams
-from .capture import capture
 from .clock import Halt, Halted
 from .clusters import cluster_of
 from .data import Sequences, make_batch, plan_epoch
 from .export import Json
 from .losses import chunk_rows
 from .net import TrainNet
+from .target import capture
 
+Walk = tuple[int, int, np.ndarray]
 Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A, h], and what the head chose there [A]
 
 
@@ -83,8 +84,7 @@ class Judge:
         """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
         it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
         step = chunk_rows(g.device, 8 * self.head.shape[0] * (4 if sampling.any_sampled else 1))
-        # its rules of noise and leaning are the definition
-        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()
+        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()  # its noise is the definition
         out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
         for rows in torch.arange(len(g), device=g.device).split(step):
             some = sampling.select(rows)
@@ -143,7 +143,7 @@ class Judge:
         return Judged(out, confidence)
 
 
-def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
+def walk(right: np.ndarray, k: int) -> Walk:
     """One answer's matches -> tokens emitted after the first, cycles, how many of these accepted at least j = 1..k."""
     left, at, cycles, tokens = len(right), 0, 0, 0
     reached = np.zeros(k, dtype=np.int64)
@@ -155,7 +155,7 @@ def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
     return tokens, cycles, reached
 
 
-def per_cycle(walked: Sequence[tuple[int, int, np.ndarray]]) -> float:
+def per_cycle(walked: Sequence[Walk]) -> float:
     """Tokens per cycle over all these walks."""
     return round(sum(w[0] for w in walked) / max(1, sum(w[1] for w in walked)), 4)
 
@@ -165,19 +165,17 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
     positions, at K = most) that accepted at least j; first_position_all_anchors: the first's, decoded from or not;
     by_category at K = `at`."""
     walked = {k: [walk(r, k) for r in right] for k in range(1, most + 1)}
-    by = {
-        name: per_cycle([w for w, c in zip(walked[at], categories, strict=True) if c == name])
-        for name in sorted(set(categories))
-    }
-    first, whole = (
-        np.sum([w[2] for w in walked[k]], axis=0) / max(1, sum(w[1] for w in walked[k])) for k in (at, most)
-    )
+    by: dict[str, list[Walk]] = {name: [] for name in sorted(set(categories))}
+    for name, one in zip(categories, walked[at], strict=True):
+        by[name].append(one)
+    cycles = {k: max(1, sum(w[1] for w in walked[k])) for k in (at, most)}
+    first, whole = (np.sum([w[2] for w in walked[k]], axis=0) / cycles[k] for k in (at, most))
     flat = np.concatenate(right)
     return {
         "tokens_per_cycle": {k: per_cycle(found) for k, found in walked.items()},
         "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
         "first_position_all_anchors": round(int((flat > 0).sum()) / max(1, len(flat)), 4),
-        "by_category": by,
+        "by_category": {name: per_cycle(found) for name, found in by.items()},
         "answers": len(right),
         "tokens": len(flat),
     }

@@ -2,7 +2,7 @@
 
 The expensive parts are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU
 every row of the head. So a CPU scores a few thousand tokens per batch instead of the whole vocabulary (losses.py), runs
-the target once per sequence and keeps its outputs if they fit (capture.py), and takes batches of about two seconds. The
+the target once per sequence and keeps its outputs if they fit (target.py), and takes batches of about two seconds. The
 choices are written to OUT/sizes.json: a resumed run keeps them, whatever is free then.
 
 A forecast is made in seconds before the run starts, from measured figures of the machine under its current load
@@ -275,11 +275,9 @@ def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSW
             f"other processes use {1 - costs.share:.0%} of this machine: in {minutes:g} minutes about "
             f"{amount.format(here, costs.step, 'now')}, too few to learn from; without them about {calm}"
         )
-    raise OutriderError(
-        f"--minutes {minutes:g} is too short here: about {calm}, and a drafter learns nothing from less than "
-        f"{min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}; "
-        f"try --minutes {least_minutes(costs.idle, spent, share):g}"
-    )
+    less = f"a drafter learns nothing from less than {min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}"
+    advice = f"try --minutes {least_minutes(costs.idle, spent, share):g}"
+    raise OutriderError(f"--minutes {minutes:g} is too short here: about {calm}, and {less}; {advice}")
 
 
 def least_minutes(costs: RunCosts, spent: float, share: float = CPU_ANSWER_SHARE) -> float:

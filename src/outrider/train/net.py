@@ -21,9 +21,11 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
 from ..models.names import tensor_plan
-from .capture import CapturedStates, DenseKV, spread_heads
 from .data import TrainBatch
+from .target import CapturedStates, DenseKV, spread_heads
 
+Weights = Mapping[str, Tensor]  # by canonical name
+Drafted = Iterator[Tensor]  # the head's inputs g [B, Tq, h] of draft tokens 1, 2, ...
 HEADS = ("embed", "centroids")  # matrices that score tokens
 QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
 
@@ -50,17 +52,14 @@ class TrainNet(nn.Module):
                     std *= (2 * len(config.layers)) ** -0.5
                 self.register_parameter(attribute, nn.Parameter(torch.randn(plan.shape, generator=generator) * std))
 
-    def unroll(
-        self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
-    ) -> Iterator[Tensor]:
-        """The draft loop of training and evaluation: g [B, Tq, h] of draft tokens 1..steps, from all anchors at once;
-        a kind may end before."""
+    def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
+        """The draft loop of training and evaluation, from all anchors at once; a kind may end before `steps`."""
         raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
         return getattr(self, name.replace(".", "_"))
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
+    def load(self, weights: Weights) -> None:
         with torch.no_grad():
             for name in self.names:
                 self.weight(name).copy_(weights[name])
@@ -88,9 +87,7 @@ class DrafterModule(TrainNet):
         self.layers = bind(config, target)
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
-    def unroll(
-        self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int
-    ) -> Iterator[Tensor]:
+    def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
         """The input of step j is the true token j positions later."""
         first, (size, length, wide) = batch.first, seen.hidden.shape
         with torch.no_grad():

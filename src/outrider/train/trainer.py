@@ -27,7 +27,6 @@ from torch import Tensor
 from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
 from ..types import OutriderError, require
-from .capture import Recorder
 from .clock import Halted
 from .clusters import cluster_loss, cluster_of
 from .config import TrainConfig
@@ -36,6 +35,7 @@ from .export import Json
 from .forecast import GPU_ANCHORS, Sizes
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
 from .net import HEADS, TrainNet
+from .target import Recorder
 
 Row = Json  # of the log
 GRAD_CLIP, WEIGHT_DECAY = 1.0, 0.01
@@ -48,8 +48,7 @@ class Hooks:
     evaluate: Callable[[], Row] | None = None  # must hold "score": larger is better
     log: Callable[[Row], None] = lambda row: None
     export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
-    # share of the run that is done, and a line about it
-    progress: Callable[[float, str], None] = lambda share, line: None
+    progress: Callable[[float, str], None] = lambda share, line: None  # share of the run that is done, and a line
     stop: Callable[[], bool] = lambda: False  # asked before each step
 
 
@@ -93,14 +92,13 @@ class Trainer:
         of = cluster_of(w["token_ordering"], net.config.clusters) if net.config.clusters else None
         seen = self.target.take(batch)
         scored, said = Scored(), batch.ids[:, batch.first :].reshape(-1)
-        if count := self.sizes.scored:
+        if self.sizes.scored:
             likely = self.target.likely(batch, seen)
-            scored = Scored.choose(likely, said, count, net.config.vocab_size, (s.seed, self.progress.step))
+            scored = Scored.choose(likely, said, self.sizes.scored, net.config.vocab_size, (s.seed, self.progress.step))
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
-        # that the steps so far were accepted
-        chance = torch.ones(said.numel(), device=self.device)
+        chance = torch.ones(said.numel(), device=self.device)  # that the steps so far were accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target, decay = batch.anchors[j - 1], batch.targets[j - 1], s.step_decay ** (j - 1)
             weight = decay * (1.0 - s.survival_weight + s.survival_weight * chance[rows])

@@ -14,9 +14,9 @@ from tests.block_drafters import context_of
 from outrider.models.block import BlockNet
 from outrider.models.decoder import TextModel
 from outrider.train.block_net import BlockModule, new_block, spread_taps, start_from_layers, unused_token
-from outrider.train.capture import DenseOps, capture
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
+from outrider.train.target import DenseOps, capture
 from outrider.types import OutriderError
 from outrider.weights.load import load_target
 

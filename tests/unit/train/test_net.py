@@ -18,11 +18,11 @@ from outrider.models.inspect import drafter_size, model_size
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.slot_sampling import sampling_batch
 from outrider.train import design
-from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
 from outrider.train.evaluate import Judge
 from outrider.train.export import config_dict, save_drafter
 from outrider.train.net import DrafterModule
+from outrider.train.target import DenseOps, Recorder, capture
 from outrider.types import SamplingParams
 from outrider.weights.load import dummy_weights, load_target
 

@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from outrider.cli.main import app
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.train import capture, finish, forecast
+from outrider.train import finish, forecast, target
 from outrider.train.clock import Budget, Stop
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
@@ -210,7 +210,7 @@ def test_the_forecast_counts_the_operations_of_a_step(tmp_path: Path, monkeypatc
     train = made_trainer(tmp_path)
     batch = make_batch(train.data, np.arange(4), 3)
     monkeypatch.setattr(
-        capture, "causal_attention", lambda q, k, v, *_: (q @ k.mT).softmax(-1) @ v
+        target, "causal_attention", lambda q, k, v, *_: (q @ k.mT).softmax(-1) @ v
     )  # torch's own cannot be counted
     with FlopCounterMode(display=False) as counter:
         train.loss(batch)[0].backward()

@@ -15,12 +15,12 @@ from tests import tiny
 
 from outrider.models.decoder import TextModel
 from outrider.train import design, finish, trainer
-from outrider.train.capture import DenseOps
 from outrider.train.clock import Budget, Stop
 from outrider.train.config import TrainConfig
 from outrider.train.data import Sequences, make_batch
 from outrider.train.net import DrafterModule
 from outrider.train.run import TrainRun
+from outrider.train.target import DenseOps
 from outrider.train.trainer import Hooks, Trainer
 from outrider.types import OutriderError
 from outrider.weights.load import load_target
