@@ -11,9 +11,9 @@ import asyncio
 import bisect
 import contextlib
 import itertools
+import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -45,9 +45,12 @@ class WaitEstimate:
 class FairQueue(Generic[T]):
     """A queue in which clients take turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_waiting: int = sys.maxsize, what: str = "") -> None:
+        """`most_waiting`: of one client. `what`: it waits for, named in a refusal."""
+        self._most, self._what = most_waiting, what
         self._of: dict[str, list[tuple[int, int, T]]] = {}  # by client: (priority, number, item)
         self._numbers = itertools.count()
+        self.estimate = WaitEstimate()
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
@@ -56,11 +59,13 @@ class FairQueue(Generic[T]):
     def clients(self) -> list[str]:
         return list(self._of)
 
-    def count(self, client: str) -> int:
-        return len(self._of.get(client, ()))
-
     def put(self, client: str, item: T, priority: int = 0) -> None:
         """priority: lower comes first, among those of its client."""
+        waiting = len(self._of.get(client, ()))
+        if waiting >= self._most:
+            message = f"{waiting} requests of this client wait for {self._what} already."
+            retry_after = self.estimate.until_free(len(self._of))
+            raise ApiError(429, message, retry_after=retry_after, code="too_many_requests")
         bisect.insort(self._of.setdefault(client, []), (priority, next(self._numbers), item))
 
     def take(self, may: Callable[[str], bool]) -> tuple[str, T] | None:
@@ -85,21 +90,21 @@ class FairQueue(Generic[T]):
         return items
 
 
-def refused(waiting: int, what: str, retry_after: int) -> ApiError:
-    message = f"{waiting} requests of this client wait for {what} already."
-    return ApiError(429, message, retry_after=retry_after, code="too_many_requests")
+class FairGate:
+    """A few places, of which each client may hold one."""
 
+    def __init__(self, places: int, most_waiting: int = sys.maxsize, what: str = "") -> None:
+        self._places = places
+        self._held: dict[str, list[float]] = {}  # by client: since when it has each of its places
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(most_waiting, what)
 
-class Places(ABC):
-    """Places that clients hold and wait for."""
+    @property
+    def _all_held(self) -> int:
+        return sum(map(len, self._held.values()))
 
-    def __init__(self) -> None:
-        self._held: dict[str, int] = {}
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
-
-    @abstractmethod
     def _may(self, client: str) -> bool:
         """Whether a place is there for this client."""
+        return self._all_held < self._places and client not in self._held
 
     async def acquire(self, client: str, priority: int = 0) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,7 +120,8 @@ class Places(ABC):
             raise
 
     def release(self, client: str) -> None:
-        self._held[client] -= 1
+        self._waiting.estimate.held(time.monotonic() - self._held[client][0], self._all_held)
+        del self._held[client][0]
         if not self._held[client]:
             del self._held[client]
         self._serve()
@@ -124,34 +130,8 @@ class Places(ABC):
         while (taken := self._waiting.take(self._may)) is not None:
             client, turn = taken
             if not turn.done():
-                self._held[client] = self._held.get(client, 0) + 1
+                self._held.setdefault(client, []).append(time.monotonic())
                 turn.set_result(None)
-
-
-class FairGate(Places):
-    """A few places, of which each client may hold one."""
-
-    def __init__(self, places: int, most_waiting: int, what: str) -> None:
-        """`most_waiting`: of one client. `what`: named in the refusal."""
-        super().__init__()
-        self._places, self._most, self._what = places, most_waiting, what
-        self._estimate, self._since = WaitEstimate(), dict[str, float]()
-
-    async def acquire(self, client: str, priority: int = 0) -> None:
-        waiting = self._waiting.count(client)
-        if waiting >= self._most:
-            raise refused(waiting, self._what, self._estimate.until_free(len(self._waiting.clients)))
-        await super().acquire(client, priority)
-        self._since[client] = time.monotonic()
-
-    def release(self, client: str) -> None:
-        began = self._since.pop(client, None)
-        if began is not None:
-            self._estimate.held(time.monotonic() - began, sum(self._held.values()))
-        super().release(client)
-
-    def _may(self, client: str) -> bool:
-        return sum(self._held.values()) < self._places and client not in self._held
 
     @asynccontextmanager
     async def enter(self, client: str) -> AsyncIterator[None]:
@@ -166,14 +146,14 @@ SPARE = 2  # the engine has as many sequences more than `--max-concurrent`
 RECENT_S = 10.0  # a client is active while it has a request here, and for this long after
 
 
-class TurnQueue(Places):
+class TurnQueue(FairGate):
     """Places in the engine, one per sequence: `places` sequences run at once. While several clients are active, each
     may hold its share of them; a client that holds none can use one of the `spare` places. So a single client has the
     whole engine, and a client's first request starts at once."""
 
     def __init__(self, places: int, spare: int = SPARE, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._places, self._spare, self._clock = places, spare, clock
+        super().__init__(places)
+        self._spare, self._clock = spare, clock
         self._seen: dict[str, float] = {}
 
     @property
@@ -181,20 +161,20 @@ class TurnQueue(Places):
         return len(self._waiting)
 
     def would_wait(self, client: str) -> bool:
-        return bool(self._waiting.count(client)) or not self._may(client)
+        return client in self._waiting.clients or not self._may(client)
 
     def release(self, client: str) -> None:
         self._seen[client] = self._clock()
         super().release(client)
 
     def _may(self, client: str) -> bool:
-        mine, all_held = self._held.get(client, 0), sum(self._held.values())
+        mine = len(self._held.get(client, ()))
         if not mine:
-            return all_held < self._places + self._spare
+            return self._all_held < self._places + self._spare
         now = self._clock()
         self._seen = {c: t for c, t in self._seen.items() if now - t < RECENT_S}
         about = len({client, *self._held, *self._waiting.clients, *self._seen})
-        return all_held < self._places and mine < max(1, self._places // about)
+        return self._all_held < self._places and mine < max(1, self._places // about)
 
 
 Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread, and the future of its result
@@ -205,20 +185,16 @@ class _FairThreads:
     turn; what is done goes back to the event loop together. A hundred small pieces wake both a few times."""
 
     def __init__(self, threads: int, most_waiting: int, name: str) -> None:
-        self._threads, self._idle, self._most = ThreadPoolExecutor(threads, name), threads, most_waiting
+        self._threads, self._idle = ThreadPoolExecutor(threads, name), threads
         self._lock = threading.Lock()
-        self._waiting: FairQueue[Piece] = FairQueue()
+        self._waiting: FairQueue[Piece] = FairQueue(most_waiting, "being read")
         self._busy: set[str] = set()  # clients that a thread works for
         self._done: list[tuple[asyncio.Future[object], object, BaseException | None]] = []
-        self._estimate = WaitEstimate()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         piece: Piece = (work, loop.create_future())
         with self._lock:
-            waiting = self._waiting.count(client)
-            if waiting >= self._most:
-                raise refused(waiting, "being read", self._estimate.until_free(len(self._waiting.clients)))
             self._waiting.put(client, piece)
             start = bool(self._idle) and client not in self._busy
             self._idle -= start
@@ -250,10 +226,12 @@ class _FairThreads:
             began = time.monotonic()
             try:
                 result = work()
+            except StopIteration as e:  # a future takes no such exception
+                error = RuntimeError(f"the work of a request ended with {e!r}")
             except BaseException as e:
                 error = e
             with self._lock:
-                self._estimate.held(time.monotonic() - began, len(self._busy))
+                self._waiting.estimate.held(time.monotonic() - began, len(self._busy))
                 self._busy.remove(client)
                 self._done.append((answer, result, error))
                 first = len(self._done) == 1
@@ -280,9 +258,7 @@ class _FairThreads:
         for answer, result, error in done:
             if answer.done():
                 continue  # its caller has left
-            if isinstance(error, StopIteration):  # a future takes no such exception
-                answer.set_exception(RuntimeError(f"the work of a request ended with {error!r}"))
-            elif error is not None:
+            if error is not None:
                 answer.set_exception(error)
             else:
                 answer.set_result(result)
