@@ -149,7 +149,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(keeper._kept) <= 3 and kept[0].matcher().failed is None
         with pytest.raises(ApiError, match=r"x: .*characters"):
             await keeper.get(GrammarSource("regex", "a" * (1 << 20), "x"), "me")
-        await keeper.close()
+        keeper.close()
 
     asyncio.run(run())
 

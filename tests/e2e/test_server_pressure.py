@@ -169,7 +169,7 @@ def test_who_brings_many_grammars_loses_its_own(monkeypatch: pytest.MonkeyPatch)
                 GrammarSource("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many"
             )
         assert mine.digest in keeper._kept and len(keeper._kept) < 8
-        await keeper.close()
+        keeper.close()
 
     asyncio.run(run())
 
@@ -184,7 +184,7 @@ def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pyte
                 GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me"
             )
         assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._kept
-        await keeper.close()
+        keeper.close()
 
     asyncio.run(run())
 

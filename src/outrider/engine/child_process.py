@@ -1,8 +1,8 @@
 """A script in a process of its own that answers one call after the other, for code not trusted with memory and time.
 
-A frame is 4 bytes of length and as many bytes, on stdin (first the set-up, if any) and stdout. The script imports
-nothing of this package, limits itself and ends with its stdin. One that has died or was late is replaced by the next
-call.
+A frame is 4 bytes of length and as many bytes, on stdin (first the set-up, if any) and stdout. The script limits itself
+and ends with its stdin. One that has died or was late is replaced by the next call. Its stdin is a socket, which can
+bring it connections instead of calls (`connect`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 LENGTH = struct.Struct("<I")
 # one arena: what a thread has freed goes back to the system
@@ -27,7 +28,8 @@ class ChildLost(Exception):
 
 class ChildProcess:
     def __init__(self, script: str, setup: Callable[[], bytes] | None = None, seconds: float | None = None) -> None:
-        """seconds: how long one call may take, by the clock, once the process has started."""
+        """script: a file that imports nothing of this package, or the name of a module of it. seconds: how long one
+        call may take, by the clock, once the process has started."""
         self._script, self._setup = script, setup
         self._seconds = None if seconds is None else max(1e-3, seconds)
         self._lock = threading.Lock()
@@ -49,6 +51,18 @@ class ChildProcess:
                 if isinstance(error, OSError | EOFError):
                     raise ChildLost from None
                 raise
+
+    def connect(self) -> socket.socket:
+        """A connection whose other end the process gets with a byte on its stdin. From any thread."""
+        mine, its = socket.socketpair()
+        with self._lock, its:
+            try:
+                self._start()
+                socket.send_fds(self._connection, [b"."], [its.fileno()])
+            except (OSError, EOFError):
+                self._end()
+                raise ChildLost from None
+        return mine
 
     def start(self) -> None:
         """Now rather than with the first call."""
@@ -74,14 +88,16 @@ class ChildProcess:
             self._end()
             self._connection, its = socket.socketpair()
             self._connection.settimeout(self._seconds)  # of the set-up
+            paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+            package = {} if self._script.endswith(".py") else {"PYTHONPATH": os.pathsep.join(paths)}
             with its:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", self._script],
+                    [sys.executable, "-P", *(["-m"] if package else []), self._script],
                     stdin=its.fileno(),
                     stdout=its.fileno(),
                     stderr=subprocess.DEVNULL,
                     process_group=0,
-                    env={**os.environ, **dict.fromkeys(ONE, "1")},
+                    env={**os.environ, **dict.fromkeys(ONE, "1"), **package},
                 )
             if self._setup is not None:
                 self._send(self._setup())

@@ -1,4 +1,4 @@
-"""A sandbox process that tries grammars before the server compiles them: `python -m outrider.server.grammar_sandbox`.
+"""A sandbox process that tries grammars before the server compiles them (engine/child_process.py).
 
 A few bytes of schema can cost a compiler any amount of time and memory, or overflow its stack, and nothing inside a
 process can stop that. So this process holds a tokenizer and forks a child for each grammar under limits of
@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import resource
 import select
 import signal
 import socket
-import sys
-import time
 
 from ..engine.grammar import GrammarCompiler
 from ..types import OutriderError
@@ -31,54 +28,41 @@ QUICK, LOOK = 0.1, 0.05
 
 
 class GrammarSandbox:
-    def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int, patience: float) -> None:
-        """Of one trial: seconds of processor time, bytes, and seconds by the clock, for a busy machine."""
-        self.compiler, self.seconds, self.memory, self.patience = compiler, seconds, memory, patience
+    def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int) -> None:
+        """Of one trial: seconds of processor time, and bytes."""
+        self.compiler, self.seconds, self.memory = compiler, seconds, memory
 
     def answer(self, source: GrammarSource, connection: int) -> dict[str, object]:
-        """The grammar's text and size, why it is refused, or that there was no time for it."""
-        said, status, late = self._run(source, connection)
-        if said and status == 0:
-            told: dict[str, object] = json.loads(said)
-            return told
-        if late:
-            return {"late": True}
-        if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
-            why = f"it takes more than {self.seconds:g} seconds to compile and to try: make it simpler"
-        else:  # out of memory or out of stack: which of them, the system doesn't say
-            why = f"it needs more than {self.memory >> 20} MB or nests too deep to be compiled: make it simpler"
-        return {"error": why}
-
-    def _run(self, source: GrammarSource, connection: int) -> tuple[bytes, int, bool]:
-        """(what the child wrote, its status, whether it was late). Ends this process when the connection closes."""
+        """The grammar's text and size, or why it is refused. Ends this process when the connection closes."""
         mine, its = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                os.close(mine)
-                os.close(connection)
                 self._try(source, its)
             finally:
                 os._exit(0)
         os.close(its)
-        said, late, deadline, look_at = b"", False, time.monotonic() + self.patience, time.monotonic() + LOOK
+        said = b""
         while True:
-            wake = min(deadline, look_at) - time.monotonic()
-            ready, _, _ = select.select([mine, connection], [], [], None if wake == math.inf else max(0.0, wake))
+            ready, _, _ = select.select([mine, connection], [], [], LOOK)
             if connection in ready:
                 os.kill(pid, signal.SIGKILL)
                 os._exit(0)
-            if time.monotonic() > look_at:
-                look_at = _look(pid)
-            if time.monotonic() > deadline:
-                late, deadline = True, math.inf
-                os.kill(pid, signal.SIGKILL)
-            if mine in ready:
-                data = os.read(mine, 1 << 20)
+            if mine not in ready:
+                _stand_back(pid)
+            elif data := os.read(mine, 1 << 20):
                 said += data
-                if not data:
-                    os.close(mine)
-                    return said, os.waitpid(pid, 0)[1], late
+            else:
+                break
+        status = os.waitpid(pid, 0)[1]
+        if said and status == 0:
+            told: dict[str, object] = json.loads(said)
+            return told
+        if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
+            return {"error": f"it takes more than {self.seconds:g} seconds to compile and to try: make it simpler"}
+        # out of memory or out of stack: which of them, the system doesn't say
+        most = f"{self.memory >> 20} MB"
+        return {"error": f"it needs more than {most} or nests too deep to be compiled: make it simpler"}
 
     # ---- in the child
 
@@ -112,18 +96,14 @@ class GrammarSandbox:
         resource.setrlimit(resource.RLIMIT_AS, (_size() + self.memory,) * 2)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a dying compiler has to say is of no use
 
 
 def main() -> None:
-    with contextlib.suppress(PermissionError):  # it leads a session already
-        # a terminal's signals are not for us; done here, because not every event loop can start a group
-        os.setpgid(0, 0)
     control = socket.socket(fileno=0)
-    size = int.from_bytes(control.recv(8, socket.MSG_WAITALL))
+    size = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
     setup = json.loads(control.recv(size, socket.MSG_WAITALL))
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])
-    sandbox = GrammarSandbox(compiler, float(setup["seconds"]), int(setup["memory"]), float(setup["patience"]))
+    sandbox = GrammarSandbox(compiler, float(setup["seconds"]), int(setup["memory"]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what a trial's process has to say goes through its connection
     while True:
         data, connections, _, _ = socket.recv_fds(control, 1, 1)
@@ -134,22 +114,20 @@ def main() -> None:
             try:
                 with socket.socket(fileno=connections[0]) as connection, connection.makefile("rb") as lines:
                     source = GrammarSource(*json.loads(lines.readline()))
+                    connection.sendall(b"\n")  # it begins
                     connection.sendall(json.dumps(sandbox.answer(source, connection.fileno())).encode())
             finally:
                 os._exit(0)
         os.close(connections[0])
 
 
-def _look(pid: int) -> float:
-    """Gives the trial of an expensive grammar only idle processor time from now on. When to look again."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, ValueError):  # it has just ended
-            with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
-                used = int(file.read().split()[0]) / 1e9
-            if used < QUICK:
-                return time.monotonic() + LOOK
+def _stand_back(pid: int) -> None:
+    """Gives the trial of an expensive grammar only idle processor time from now on."""
+    with contextlib.suppress(OSError, ValueError):  # it has just ended, or this is no Linux
+        with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+            used = int(file.read().split()[0]) / 1e9
+        if used > QUICK:
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    return math.inf
 
 
 def _size() -> int:

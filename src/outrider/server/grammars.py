@@ -11,17 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
-import signal
-import socket
 import sys
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
+from ..engine.child_process import ChildLost, ChildProcess
 from ..engine.grammar import CompiledGrammar, GrammarCompiler
 from ..engine.text import Tokenizer
 from ..types import OutriderError
@@ -29,7 +26,7 @@ from .errors import ApiError, bad
 from .fair import FairGate
 from .grammar_source import MAX_CHARS, GrammarSource
 
-log = logging.getLogger("outrider.server")
+SANDBOX = "outrider.server.grammar_sandbox"
 SECONDS, MEMORY, PATIENCE = 1.0, 192 << 20, 4.0  # of one trial: processor time, bytes, and seconds by the clock
 KEEP, REFUSAL = 32 << 20, 32 << 10  # bytes of all together; and what a refusal counts for
 AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
@@ -53,10 +50,9 @@ class Grammars:
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
-        self._sandbox: _SandboxProcess | None = None
+        self._sandbox = ChildProcess(SANDBOX, self._setup)
         # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
-        self._starting = asyncio.Lock()
 
     async def get(self, source: GrammarSource, client: str) -> CompiledGrammar:
         """The grammar, or an ApiError. Cancel it, and what it has set going ends."""
@@ -70,10 +66,7 @@ class Grammars:
             known = self._known(source)  # another request may have compiled the same in the meantime
             if known is not None:
                 return known
-            said = await (await self._start()).trial(source)
-            if "late" in said:
-                message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
-                raise ApiError(503, message, source.field, "busy", retry_after=5)
+            said = await self._trial(source)
             if "error" in said:
                 self._keep(source, _Kept(str(said["error"]), REFUSAL, client))
                 raise _refusal(source, str(said["error"]))
@@ -88,9 +81,12 @@ class Grammars:
         with contextlib.suppress(OutriderError):  # told with the first grammar
             _ = self._compiler
 
-    async def close(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.close()
+    def _setup(self) -> bytes:
+        known = {"tokenizer": self._tokenizer.json, "vocab": self._vocab, "eos": sorted(self._tokenizer.eos_ids)}
+        return json.dumps({**known, "seconds": SECONDS, "memory": MEMORY}).encode()
+
+    def close(self) -> None:
+        self._sandbox.close()
         self._thread.shutdown(wait=False)
 
     def _known(self, source: GrammarSource) -> CompiledGrammar | None:
@@ -123,77 +119,24 @@ class Grammars:
             most = of.most_common(1)[0][0]
             del self._kept[next(digest for digest, kept in self._kept.items() if kept.client == most)]
 
-    async def _start(self) -> _SandboxProcess:
-        async with self._starting:
-            if self._sandbox is not None and not self._sandbox.alive:
-                log.warning("the process that tries grammars has ended; another is started")
-                self._sandbox = None
-            if self._sandbox is None:
-                self._sandbox = await _SandboxProcess.start(self._tokenizer, self._vocab)
-            return self._sandbox
-
-
-class _SandboxProcess:
-    """The server's handle of the sandbox process."""
-
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
-        self._process, self._control = process, control
-
-    @classmethod
-    async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _SandboxProcess:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        control, its = socket.socketpair()
-        with its:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "outrider.server.grammar_sandbox",
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=its.fileno(),
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL,
-            )
-        setup = {"vocab": vocab_size, "eos": sorted(tokenizer.eos_ids)}
-        setup |= {"seconds": SECONDS, "memory": MEMORY, "patience": PATIENCE}
-
-        def tell() -> None:
-            data = json.dumps({"tokenizer": tokenizer.json, **setup}).encode()
-            with contextlib.suppress(OSError):  # it has ended: its first trial tells
-                control.sendall(len(data).to_bytes(8) + data)
-
-        await asyncio.to_thread(tell)
-        return cls(process, control)
-
-    @property
-    def alive(self) -> bool:
-        return self._process.returncode is None
-
-    async def trial(self, source: GrammarSource) -> dict[str, object]:
-        """Through a connection of its own. Cancelled, it closes, and what it has set going ends."""
+    async def _trial(self, source: GrammarSource) -> dict[str, object]:
+        """The sandbox's answer, through a connection of its own: closed, it ends what it has set going."""
         try:
-            mine, its = socket.socketpair()
-            with its:
-                reader, writer = await asyncio.open_unix_connection(sock=mine)
-                socket.send_fds(self._control, [b"."], [its.fileno()])
+            mine = await asyncio.to_thread(self._sandbox.connect)
+            reader, writer = await asyncio.open_unix_connection(sock=mine)
             try:
                 writer.write(json.dumps([source.kind, source.payload, source.field]).encode() + b"\n")
-                answer: dict[str, object] = json.loads(await reader.read())
+                await reader.readexactly(1)  # it begins
+                async with asyncio.timeout(PATIENCE):
+                    answer: dict[str, object] = json.loads(await reader.read())
                 return answer
             finally:
                 writer.transport.abort()
-        except (OSError, ValueError):
+        except TimeoutError:
+            message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
+            raise ApiError(503, message, source.field, "busy", retry_after=5) from None
+        except (ChildLost, OSError, EOFError, ValueError):
             raise ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1) from None
-
-    async def close(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                # its trials too: nothing else would end them at once
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # where it has no group of its own yet
-        await self._process.wait()
-        self._control.close()
 
 
 def _refusal(source: GrammarSource, why: str) -> ApiError:

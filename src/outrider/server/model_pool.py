@@ -69,7 +69,7 @@ class LoadedModel:
     async def stop(self) -> None:
         """End what runs. May be called twice."""
         await self.runner.stop()
-        await self.grammars.close()
+        self.grammars.close()
         self.backend.tokenizer.elsewhere = None
         self.tokenizer_process.close()
         self.backend.tokenizer.render_elsewhere = None

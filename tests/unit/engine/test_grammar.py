@@ -182,7 +182,7 @@ def test_masks_that_take_too_long_end_their_request(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_trial_follows_the_grammar_and_refuses_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox = GrammarSandbox(COMPILER, 1.0, 1 << 28, 1.0)
+    sandbox = GrammarSandbox(COMPILER, 1.0, 1 << 28)
     source = GrammarSource("gbnf", AMBIGUOUS, "grammar")
     computed: list[int] = []
     fill = GrammarMatcher._fill

@@ -4,15 +4,12 @@ trials; and what ends the server."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
-import math
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +26,7 @@ from tests.waiting import PATIENCE
 
 from outrider.engine import child_process
 from outrider.engine.scoring import Scorer
-from outrider.server import grammar_sandbox, grammars, tokenizer_process
+from outrider.server import grammar_sandbox, tokenizer_process
 from outrider.server.app import create_app
 from outrider.server.batch import receiving
 from outrider.server.errors import ApiError
@@ -126,45 +123,29 @@ def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) ->
     late.close()
 
 
-def test_the_trials_end_with_the_sandbox() -> None:
-    """A trial holds the sandbox's pipes, and nobody else would end it: here one that would take an hour."""
-
-    async def work() -> None:
-        mine, its = os.pipe()  # has an end when nobody holds the other side any more
-        script = "sleep 3600 & echo up; wait"
-        process = await asyncio.create_subprocess_exec(
-            "sh", "-c", script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, pass_fds=[its]
-        )
-        os.close(its)
+def test_a_trial_ends_with_its_connection() -> None:
+    """Nothing else would end it: here one that would take an hour."""
+    alive, its_life = os.pipe()  # has an end when no process holds the other side any more
+    mine, its = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
         try:
-            there = grammars._SandboxProcess(process, socket.socket())
-            assert process.stdout is not None
-            async with asyncio.timeout(30):
-                await process.stdout.readline()
-                await there.close()
-            assert select.select([mine], [], [], 30)[0] == [mine] and os.read(mine, 1) == b""
-            await there.close()  # once more is no error
+            os.close(alive)
+            mine.close()
+            compiler: Any = None
+            sandbox = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1)
+            sandbox._try = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
+            sandbox.answer(GrammarSource("regex", "a", "x"), its.fileno())
         finally:
-            os.close(mine)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-    asyncio.run(work())
-
-
-def test_a_trial_that_is_late_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took
-    the trials of all clients with it, and the next one was started while everybody waited.)"""
-    monkeypatch.setattr(grammar_sandbox.GrammarSandbox, "_try", lambda *_: time.sleep(60))
-    monkeypatch.setattr(grammar_sandbox, "_look", lambda _: math.inf)
-    compiler: Any = None
-    mine, its = os.pipe()
+            os._exit(1)
+    os.close(its_life)
+    its.close()
     try:
-        told = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 0.0).answer(GrammarSource("regex", "a", "x"), mine)
+        mine.close()
+        assert select.select([alive], [], [], 30)[0] == [alive] and os.read(alive, 1) == b""
+        assert os.waitpid(pid, 0)[1] == 0
     finally:
-        os.close(mine)
-        os.close(its)
-    assert told == {"late": True}
+        os.close(alive)
 
 
 class Terminal(io.StringIO):
