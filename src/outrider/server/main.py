@@ -20,7 +20,7 @@ from ..types import OutriderError
 from .app import create_app
 from .model_info import ServedModel
 from .model_pool import ModelPool
-from .protocol import BACKLOG, BoundedProtocol, Connections, QuietLogger
+from .protocol import BACKLOG, BoundedProtocol, Connections
 from .settings import ServerSettings
 from .trim import trim
 
@@ -57,7 +57,6 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(QuietLogger())
         # In a terminal and without a file to read again, SIGHUP means that the terminal was closed: the server ends.
         reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
         if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive

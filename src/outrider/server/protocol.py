@@ -204,19 +204,3 @@ class BoundedProtocol(H11Protocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
-
-
-class QuietLogger:
-    """Logs the event loop's errors; that file descriptors ran out comes often, and is logged once a minute."""
-
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "out of system resource" not in str(context.get("message", "")):
-            loop.default_exception_handler(context)
-        elif loop.time() - self._last >= 60.0:
-            self._last = loop.time()
-            log.warning(
-                "no file descriptors are left for new connections; raise `ulimit -n` or lower --max-connections"
-            )
