@@ -69,7 +69,6 @@ class BoundedProtocol(H11Protocol):
         self._shared = shared
         self._phase = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
 
     # ---- the connection
 
@@ -93,7 +92,6 @@ class BoundedProtocol(H11Protocol):
         self._shared.open.discard(self)
         self._shared.closed += 1
         self._enter("closed", None)
-        self._stop_stall()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -127,12 +125,22 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
     # ---- waiting for the client
 
     def _watch(self) -> None:
         """Find out what is waited for. Idle connections are uvicorn's to close; what interrupts the idling is ours."""
         settings = self._shared.settings
-        if self.transport.is_closing():
+        if self.flow.write_paused:
+            self._enter("unread", settings.stall_timeout)
+        elif self.transport.is_closing():
             self._enter("closed", None)
         elif self.cycle is None or self.cycle.response_complete:
             idle = self.cycle is not None and self.timeout_keep_alive_task is not None
@@ -152,12 +160,17 @@ class BoundedProtocol(H11Protocol):
             self._timer = None
         self._shared.waiting.pop(self, None)
         if seconds is not None:
-            self._shared.waiting[self] = None
+            if phase != "unread":  # a stream makes no room for others
+                self._shared.waiting[self] = None
             self._timer = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
         if self._phase == "idle":
             self.transport.close()
+        elif self._phase == "unread":
+            seconds = self._shared.settings.stall_timeout
+            log.info("a connection was ended: its client did not read its answer for %g s", seconds)
+            self.transport.abort()
         else:
             log.info("refused a connection: its request's %s did not arrive in time", self._phase)
             self._end(408, "The request did not arrive in time.")
@@ -184,23 +197,3 @@ class BoundedProtocol(H11Protocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Java's client offers HTTP/2 with every first request: no warning for that."""
-
-    # ---- waiting for the client to read
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall = self._stall or self.loop.call_later(self._shared.settings.stall_timeout, self._stalled)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_stall()
-
-    def _stalled(self) -> None:
-        seconds = self._shared.settings.stall_timeout
-        log.info("a connection was ended: its client did not read its answer for %g s", seconds)
-        self.transport.abort()
-
-    def _stop_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
