@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -147,29 +147,25 @@ class RequestGuard:
         given = headers.get("x-request-id", "")
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
-        # as our routes have it, whatever a proxy serves us under
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        root = scope.get("root_path", "")  # what a proxy serves us under
+        path = scope["path"].removeprefix(root)
         # a target in absolute form, as it is sent to proxies: its host is the one meant
         if path.startswith(("http://", "https://")):
-            asked = _split(path)
-            headers["host"], path = asked.netloc, asked.path or "/"
-            scope = {**scope, "path": scope.get("root_path", "") + path}
-        if len(path) > 1 and (path.endswith("/") or "//" in path):  # an address given with a / too many
-            before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
-            path = SLASHES.sub("/", path)
-            scope = {**scope, "path": before + path}
+            headers["host"], _, path = path.partition("://")[2].partition("/")
+        path = "/" + SLASHES.sub("/", path.strip("/"))  # an address may be given with a / too many
         client = str((scope.get("client") or ("local",))[0])
         state = {**scope.get("state", {}), "request_id": id, "client": client, "path": path}
-        scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
+        scope = {**scope, "path": root + path, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers)
-        got, refused, begun = 0, False, False
+        got, begun = 0, False
 
         async def counted() -> Message:
-            nonlocal got, refused
+            nonlocal got
             message = await receive()
             got += len(message.get("body", b""))
-            refused = got > self._settings.max_body  # a chunked body has no length to check beforehand
-            return {"type": "http.disconnect"} if refused else message
+            if got > self._settings.max_body:  # a chunked body has no length to check beforehand
+                raise self._too_large()
+            return message
 
         async def answer(message: Message) -> None:
             nonlocal begun
@@ -189,10 +185,6 @@ class RequestGuard:
                 message = {**message, "body": b""}
             await send(message)
 
-        async def secured(message: Message) -> None:
-            if not refused:  # whatever the app makes of a cut body, the answer is ours
-                await answer(message)
-
         try:
             # two lengths: a proxy in between may believe the other
             if "content-length" in headers and "transfer-encoding" in headers:
@@ -208,14 +200,11 @@ class RequestGuard:
                 raise self._too_large()
             # a client that left in the middle of a body gets no answer, and needs no traceback
             with suppress(ClientDisconnect):
-                await self.app(scope, counted, secured)
-            if refused:
-                raise self._too_large()
+                await self.app(scope, counted, answer)
         except Exception as e:
             if begun:
                 raise  # too late for another answer: the connection is cut
-            # of a cut body, its length is told, whatever the app makes of it
-            await refusal(state, self._too_large() if refused else api_error(e, id), path)(scope, receive, answer)
+            await refusal(state, api_error(e, id), path)(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
@@ -233,7 +222,7 @@ class RequestGuard:
     def _origin(self, headers: dict[str, str]) -> None:
         """A web page elsewhere must not drive this server. Its preflight is answered, so that it can read why."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
-        if origin and _split(origin).netloc != host and not self._may_call(origin):
+        if origin and origin.partition("://")[2] != host and not self._may_call(origin):
             message = "Requests from other origins are not allowed; see --allowed-origin."
             raise ApiError(403, message, code="foreign_origin")
 
@@ -280,16 +269,9 @@ class RequestGuard:
         return who
 
 
-def _split(address: str) -> SplitResult:
-    try:
-        return urlsplit(address)
-    except ValueError:
-        return urlsplit("")
-
-
 def _hostname(host: str) -> str:
     try:
-        return _split(f"//{host}").hostname or ""
+        return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 

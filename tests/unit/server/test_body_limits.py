@@ -190,8 +190,8 @@ def alive() -> int:
     return sum(type(o) in (ApiError, ValidationError) for o in gc.get_objects())
 
 
-def test_a_body_cut_off_for_its_size_is_told_as_such_whatever_the_app_makes_of_it() -> None:
-    """The guard answers what the app raises: of a body that it has cut itself that would be a riddle."""
+def test_a_body_that_grows_too_large_is_told_as_such() -> None:
+    """The app must not take it for one that ended early."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "http.disconnect":
