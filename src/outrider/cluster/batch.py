@@ -35,8 +35,8 @@ class BatchEngine:
     async def start(self) -> None:
         self._server.pool.start()
 
-    async def answer(self, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
-        return await offline_answer(self._server, line, custom_id, url, body)
+    async def answer(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
+        return await offline_answer(self._server, line, url, body)
 
 
 async def worker(config: ClusterConfig) -> Answerer:
@@ -53,10 +53,10 @@ async def worker(config: ClusterConfig) -> Answerer:
             raise OutriderError(told[-1]) from None
         raise WorkerLost from e
 
-    async def answer(*line: object) -> Json:
+    async def answer(*line: object) -> tuple[int, Json]:
         try:
-            row: Json = await actor.answer.remote(*line)
-            return row
+            told: tuple[int, Json] = await actor.answer.remote(*line)
+            return told
         except RayActorError as e:
             raise WorkerLost from e
 

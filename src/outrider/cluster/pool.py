@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ..server.batch import Answerer, BatchLine, Json, refused_row
+from ..server.batch import Answerer, BatchLine, Json
 from ..server.errors import ApiError
 from ..types import OutriderError
 
@@ -33,20 +33,20 @@ class WorkerPool:
         """make: a worker; it and its calls raise WorkerLost if the worker dies."""
         self._make, self._slots = make, [_WorkerSlot() for _ in range(workers)]
 
-    async def answer(self, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
+    async def answer(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
         for _ in range(MOST_DEATHS):
             slot = min(self._slots, key=lambda s: s.lines)
             slot.worker = worker = slot.worker or asyncio.ensure_future(self._made())
             slot.lines += 1
             try:
-                return await (await asyncio.shield(worker))(line, custom_id, url, body)
+                return await (await asyncio.shield(worker))(line, url, body)
             except WorkerLost:
                 if slot.worker is worker:  # the first of its lines to learn of it
                     slot.worker = None
             finally:
                 slot.lines -= 1
         message = f"{MOST_DEATHS} workers were lost while they had this request."
-        return refused_row(line, custom_id, ApiError(500, message, code="engine_error"))
+        raise ApiError(500, message, code="engine_error")
 
     async def _made(self) -> Answerer:
         """No line is to blame for a worker that is lost while it loads."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastapi import Request
 from starlette.types import Message, Receive
@@ -43,7 +43,7 @@ ROUTES: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/completions": CompletionRequest,
 }
 RETRY_S = 0.5
-Answerer = Callable[["BatchLine", str, str, Json], Awaitable[Json]]  # (line, custom_id, url, body) -> its result
+Answerer = Callable[["BatchLine", str, Json], Awaitable[tuple[int, Json]]]  # (line, url, body) -> status and body
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,15 @@ class Results:
 
 
 async def answer_lines(
-    lines: Iterator[BatchLine], answer: Callable[[BatchLine], Awaitable[Json]], most: int
+    lines: Iterator[BatchLine], names: dict[str, int], seed: int, answer: Answerer, most: int
 ) -> AsyncGenerator[list[Json], None]:
-    """Results as they come, of at most `most` lines at once. Closed early, it cancels what runs."""
+    """Results as they come, of at most `most` lines at once. Closed early, it cancels what runs. names: custom_ids of
+    lines that have a result already, and their lines. answer: may raise BadLine or ApiError."""
     running: set[asyncio.Future[Json]] = set()
     try:
         while True:
-            running |= {asyncio.ensure_future(answer(line)) for line in islice(lines, most - len(running))}
+            fresh = islice(lines, most - len(running))
+            running |= {asyncio.ensure_future(_result(line, names, seed, answer)) for line in fresh}
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -206,25 +208,25 @@ class BatchFile:
             names: dict[str, int] = {}
             self.tell(progress)
             fresh = todo(read_lines(self.source, salt), finished, names)
-            async with aclosing(answer_lines(fresh, lambda line: self._answer(line, names, answer), most)) as found:
+
+            async def checked(line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
+                asked = body.get("model")
+                if isinstance(asked, str) and asked not in ("", self.model):
+                    message = f"The model '{asked[:100]}' does not exist; this run has '{self.model}'."
+                    raise ApiError(404, message, "model", "model_not_found")
+                return await answer(line, url, body)
+
+            async with aclosing(answer_lines(fresh, names, self.seed, checked, most)) as found:
                 async for rows in found:
                     results.append(rows)
                     progress.done += len(rows)
                     for row in rows:
-                        _count(progress, row)
+                        if (body := answered_body(row)) is None:
+                            progress.failed += 1
+                        else:
+                            progress.new_tokens += int(body["usage"]["completion_tokens"])
                     self.tell(progress)
         return progress
-
-    async def _answer(self, line: BatchLine, names: dict[str, int], answer: Answerer) -> Json:
-        try:
-            custom_id, url, body = claim(line, names)
-        except BadLine as e:
-            return bad_row(line, e)
-        asked = body.get("model")
-        if isinstance(asked, str) and asked not in ("", self.model):
-            message = f"The model '{asked[:100]}' does not exist; this run has '{self.model}'."
-            return refused_row(line, custom_id, ApiError(404, message, "model", "model_not_found"))
-        return await answer(line, custom_id, url, seeded(body, self.seed, custom_id))
 
 
 def todo(lines: Iterator[BatchLine], finished: set[str], names: dict[str, int]) -> Iterator[BatchLine]:
@@ -239,12 +241,29 @@ def todo(lines: Iterator[BatchLine], finished: set[str], names: dict[str, int]) 
             continue
 
 
-def claim(line: BatchLine, names: dict[str, int]) -> tuple[str, str, Json]:
-    """`parse`, and the custom_id taken. A later line may have been refused for it before this one was answered."""
-    custom_id, url, body = parse(line)
-    if names.setdefault(custom_id, line.number) < line.number:
-        raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.", custom_id)
-    return custom_id, url, body
+async def _result(line: BatchLine, names: dict[str, int], seed: int, answer: Answerer) -> Json:
+    """Takes the line's custom_id: a later line may have been refused for it before this one was answered."""
+    custom_id: str | None = None
+    try:
+        custom_id, url, body = parse(line)
+        if names.setdefault(custom_id, line.number) < line.number:
+            raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.")
+        if body.get("stream"):
+            raise bad("A batch can't stream; drop 'stream'.", "stream")
+        status, told = await answer(line, url, seeded(body, seed, custom_id))
+    except BadLine as e:
+        error = {"code": e.code, "message": f"Line {line.number}: {e}"}
+        return {"id": line.id, "custom_id": custom_id or e.custom_id, "response": None, "error": error}
+    except ApiError as e:
+        status, told = e.status, e.body()
+    response = {"status_code": status, "request_id": line.id, "body": told}
+    return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def answered_body(row: Json) -> Any:
+    """The answer of a result, if it has one."""
+    response: Any = row["response"]
+    return response["body"] if response is not None and response["status_code"] == 200 else None
 
 
 def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
@@ -260,30 +279,25 @@ def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
     return asyncio.run(run())
 
 
-async def offline_answer(server: Server, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
-    row = await answered(server, "", line, custom_id, url, body)
+async def offline_answer(server: Server, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
+    told = await answered(server, "", line, url, body)
     if not server.pool.healthy:
         kept = "results so far are kept, start again to go on"
         raise OutriderError(f"the engine failed {MAX_FAILURES} times in a row; {kept}")
-    return row
+    return told
 
 
-async def answered(server: Server, client: str, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
-    """A line's result, as if the client had sent its body."""
-    if body.get("stream"):
-        return refused_row(line, custom_id, bad("A batch can't stream; drop 'stream'.", "stream"))
+async def answered(server: Server, client: str, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
+    """As if the client had sent the line itself."""
     raw = json.dumps(body).encode()
-    while (told := await server.completed(_as_request(client, line, url, raw), OpenAIWire(ROUTES[url]))) is None:
-        await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
-    return result_row(line, custom_id, *told)
-
-
-def _as_request(client: str, line: BatchLine, url: str, raw: bytes) -> Request:
-    """What the server would have read, had the client sent the line itself."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     state = {"client": client, "path": url, "request_id": line.id}
     scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers, "state": state}
-    return Request(scope, receiving(raw, asyncio.Event()))
+    while True:
+        request = Request(scope, receiving(raw, asyncio.Event()))
+        if (told := await server.completed(request, OpenAIWire(ROUTES[url]))) is not None:
+            return told
+        await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
 
 
 def receiving(body: bytes, gone: asyncio.Event) -> Receive:
@@ -327,25 +341,3 @@ def parse(line: BatchLine) -> tuple[str, str, Json]:
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "'body' must be a JSON object.", custom_id)
     return custom_id, url, body
-
-
-def bad_row(line: BatchLine, error: BadLine) -> Json:
-    told = {"code": error.code, "message": f"Line {line.number}: {error}"}
-    return {"id": line.id, "custom_id": error.custom_id, "response": None, "error": told}
-
-
-def refused_row(line: BatchLine, custom_id: str, error: ApiError) -> Json:
-    return result_row(line, custom_id, error.status, error.body())
-
-
-def result_row(line: BatchLine, custom_id: str, status: int, body: Json) -> Json:
-    response = {"status_code": status, "request_id": line.id, "body": body}
-    return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
-
-
-def _count(progress: BatchProgress, row: Json) -> None:
-    response = row["response"]
-    if not isinstance(response, dict) or response["status_code"] != 200:
-        progress.failed += 1
-    else:
-        progress.new_tokens += int(response["body"]["usage"]["completion_tokens"])

@@ -14,13 +14,14 @@ import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from ..types import OutriderError
 from .answer import Json
-from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, bad_row, claim, read_lines, seeded
+from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, answered_body, read_lines
 from .errors import INTERNAL, ApiError, bad, where
 from .schema import Strict
 from .stores import ClientStore, FileStore, StoredFile
@@ -128,10 +129,8 @@ class Batches(ClientStore[Batch]):
             if not batch.total:
                 raise OutriderError("the file holds no request")
             batch.become("in_progress")
-            lines = read_lines(batch.source.path, salt)
-            names: dict[str, int] = {}
-            most = self._server.settings.max_concurrent
-            async with aclosing(answer_lines(lines, lambda line: self._answer(batch, line, names), most)) as found:
+            lines, most = read_lines(batch.source.path, salt), self._server.settings.max_concurrent
+            async with aclosing(answer_lines(lines, {}, 0, partial(self._answer, batch), most)) as found:
                 async for rows in found:
                     for row in rows:
                         self._record(batch, row)
@@ -145,8 +144,7 @@ class Batches(ClientStore[Batch]):
             log.error("%s failed: %s", batch.id, e if told else where(e))
 
     def _record(self, batch: Batch, row: Json) -> None:
-        response = row["response"]
-        fine = isinstance(response, dict) and response["status_code"] == 200
+        fine = answered_body(row) is not None
         which = "results" if fine else "refused"
         file = getattr(batch, which)
         if file is None:
@@ -156,13 +154,7 @@ class Batches(ClientStore[Batch]):
         batch.completed += fine
         batch.failed += not fine
 
-    async def _answer(self, batch: Batch, line: BatchLine, names: dict[str, int]) -> Json:
-        try:
-            custom_id, url, body = claim(line, names)
-            if url != batch.request.endpoint:
-                message = f"'url' must be the batch's endpoint, {batch.request.endpoint}."
-                raise BadLine("mismatched_url", message, custom_id)
-        except BadLine as e:
-            return bad_row(line, e)
-        body = {"priority": LAST, **seeded(body, 0, custom_id)}
-        return await answered(self._server, batch.client, line, custom_id, url, body)
+    async def _answer(self, batch: Batch, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
+        if url != batch.request.endpoint:
+            raise BadLine("mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.")
+        return await answered(self._server, batch.client, line, url, {"priority": LAST, **body})

@@ -33,14 +33,13 @@ class Flaky:
         self._rng, self._dies, self._poison = rng, dies, poison
         self.dead = False
 
-    async def __call__(self, line: BatchLine, custom_id: str, url: str, body: Json) -> Json:
+    async def __call__(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
         for _ in range(self._rng.randrange(5)):
             await asyncio.sleep(0)
-        self.dead = self.dead or self._rng.random() < self._dies or custom_id == self._poison
+        self.dead = self.dead or self._rng.random() < self._dies or body["prompt"] == self._poison
         if self.dead:
             raise WorkerLost
-        told = {"usage": {"completion_tokens": 1}, "text": f"answer to {custom_id}"}
-        return {"id": line.id, "custom_id": custom_id, "response": {"status_code": 200, "body": told}, "error": None}
+        return 200, {"usage": {"completion_tokens": 1}, "text": f"answer to {body['prompt']}"}
 
 
 class Makers:
@@ -76,12 +75,12 @@ def test_every_line_once_whoever_dies(tmp_path: Path, seed: int) -> None:
     progress, rows = run(written(tmp_path, 120), tmp_path / "out.jsonl", make, workers=3, most=21)
     good = {r["custom_id"]: r for r in rows if r["response"] and r["response"]["status_code"] == 200}  # type: ignore[index]
     assert progress.done == 122 and progress.failed == 2 and len(good) == 120 and make.made in (4, 5)
-    assert all(r["response"]["body"]["text"] == f"answer to {name}" for name, r in good.items())  # type: ignore[index]
+    assert all(r["response"]["body"]["text"] == f"answer to p{name[1:]}" for name, r in good.items())  # type: ignore[index]
     assert {r["error"]["code"] for r in rows if r["error"]} == {"invalid_json", "duplicate_custom_id"}  # type: ignore[index]
 
 
 def test_a_line_that_kills_gets_a_result_and_the_others_theirs(tmp_path: Path) -> None:
-    make = Makers(*(flaky(i, poison="r40") for i in range(9)))
+    make = Makers(*(flaky(i, poison="p40") for i in range(9)))
     progress, rows = run(written(tmp_path, 60), tmp_path / "out.jsonl", make, workers=2, most=1)
     assert make.made == 1 + MOST_DEATHS and progress.failed == 3
     [told] = [r for r in rows if r["custom_id"] == "r40"]
@@ -116,7 +115,7 @@ def test_a_worker_lost_while_it_loads_blames_no_line(tmp_path: Path) -> None:
 
 def test_workers_that_are_all_lost_while_loading_end_the_run_and_results_stay(tmp_path: Path) -> None:
     source, out = written(tmp_path, 12), tmp_path / "out.jsonl"
-    make = Makers(flaky(5, poison="r2"), None)
+    make = Makers(flaky(5, poison="p2"), None)
     with pytest.raises(OutriderError, match=f"{MOST_DEATHS} workers in a row were lost while loading"):
         run(source, out, make, workers=1, most=1)
     assert make.made == 1 + MOST_DEATHS
