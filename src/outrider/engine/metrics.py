@@ -24,6 +24,7 @@ class Metrics(Counts):
     drafted_by_adapter: Counter[str] = field(default_factory=Counter)  # only of requests with an adapter
     accepted_by_adapter: Counter[str] = field(default_factory=Counter)
     steps: int = 0
+    failed_steps: int = 0
     drafter_failures: int = 0
     preemptions: int = 0
     prefix_pages_read: int = 0  # pages of K/V read back from the prefix store,

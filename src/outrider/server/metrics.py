@@ -35,6 +35,7 @@ COUNTERS = {  # of the engine's metrics
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "new_tokens": "Tokens generated.",
     "steps": "Engine steps.",
+    "failed_steps": "Engine steps that raised.",
     "cycles": "Decode cycles, one a sequence and step.",
     "drafted": "Tokens drafted.",
     "accepted": "Drafted tokens accepted.",
@@ -76,7 +77,8 @@ class ServerMetrics:
         build = Gauge("outrider_build_info", "Always 1.", ["version", "python", "torch"], registry=r)
         build.labels(__version__, platform.python_version(), torch.__version__).set(1)
         ProcessCollector(registry=r)  # memory, processor time, file descriptors, start
-        r.register(_EngineCollector(pool))
+        self._pool = pool
+        r.register(self)
 
     def count(self, method: str, path: str, status: int) -> None:
         """Every answer's route and status; of those that worked only the ones that were work."""
@@ -93,18 +95,11 @@ class ServerMetrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-
-class _EngineCollector:
-    """Reads the engines' own counters when asked, those of all models together."""
-
-    def __init__(self, pool: ModelPool) -> None:
-        self._pool = pool
-
     def collect(self) -> Iterator[Metric]:
+        """The engines' own counters, those of all models together."""
         m = self._pool.metrics
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=getattr(m, name))
-        yield CounterMetricFamily("outrider_failed_steps", "Engine steps that raised.", value=self._pool.failed_steps)
         for name, text, label, values in (
             ("adapter_drafted", "Tokens drafted for requests with a LoRA adapter.", "adapter", m.drafted_by_adapter),
             ("adapter_accepted", "Tokens accepted for requests with a LoRA adapter.", "adapter", m.accepted_by_adapter),

@@ -50,7 +50,7 @@ SHARE = 0.8  # of the memory that is free at the start, by default
 
 class LoadedModel:
     """One loaded model with everything that answers for it. Made off the event loop (the tokenizer is asked a few
-    things); `start` and `stop` belong on it."""
+    things); `stop` belongs on it."""
 
     def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
         self.name, self.backend = name, backend
@@ -62,9 +62,6 @@ class LoadedModel:
         self.template = TemplateProcess(backend.tokenizer.files.chat_template or "")
         backend.tokenizer.render_elsewhere = self.template.render
         self.prepare = Preparer(backend, replace(settings, model_name=name))
-
-    def start(self) -> None:
-        self.runner.start()
 
     async def stop(self) -> None:
         """End what runs. May be called twice."""
@@ -150,7 +147,6 @@ class ModelPool:
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
         self._gone = Metrics()  # the counters of unloaded engines
-        self._failed = 0  # steps of theirs
 
     @classmethod
     def of(cls, backend: ServedModel, settings: ServerSettings) -> ModelPool:
@@ -224,16 +220,12 @@ class ModelPool:
         """The sum of all engines' counters. Plain integers of other threads: no lock is needed to add them up."""
         return total([self._gone, *(m.backend.engine.metrics for m in self.loaded)])
 
-    @property
-    def failed_steps(self) -> int:
-        return self._failed + sum(m.runner.failed_steps for m in self.loaded)
-
     # ---- borrowing
 
     def start(self) -> None:
         """On the event loop that will serve."""
         for model in self.loaded:
-            model.start()
+            model.runner.start()
 
     def ready(self, slot: PoolSlot) -> bool:
         """Can be borrowed without waiting: it is loaded, and no other model has waited long for its memory."""
@@ -318,7 +310,7 @@ class ModelPool:
                 await self._unload(*leaving.pop())
             began = self._clock()
             model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings))
-            model.start()
+            model.runner.start()
             slot.take(model)
             log.info("loaded %s in %.1f s, %.2f GiB", slot.name, self._clock() - began, slot.size / 2**30)
         except Exception as e:
@@ -342,7 +334,6 @@ class ModelPool:
         await model.stop()
         counted = total([self._gone, model.backend.engine.metrics])
         self._gone = replace(counted, running=0, waiting=0, kv_bytes=0, free_pages={})
-        self._failed += model.runner.failed_steps
         slot.evictions += 1
         log.info("unloaded %s", slot.name)
         del model
@@ -369,10 +360,9 @@ def _free() -> None:
     """Returns an unloaded model's memory to the system."""
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # the first model was there when everything was frozen (main.py): its cycles would stay for ever
-    gc.collect()
+    trim()
     if frozen:
         gc.freeze()
-    trim()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -142,7 +142,6 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0
         self._stopping = False
-        self.failed_steps = 0
         self.healthy = True
 
     def start(self) -> None:
@@ -263,7 +262,7 @@ class Runner:
 
     def _fail(self, error: Exception) -> None:
         """A step raised: it is unknown which sequences it has corrupted, so all that were in it fail."""
-        self.failed_steps += 1
+        self._engine.metrics.failed_steps += 1
         self._failures += 1
         # our own say in a line what the machine lacks
         told = str(error) if isinstance(error, OutriderError) else where(error)
