@@ -94,16 +94,12 @@ class ImageFetcher:
             raw = connection.sock
             raw.settimeout(left())
             where = host if port in PORTS.values() else f"{host}:{port}"
-            connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
-            for name, value in (("Host", where), ("Accept", "image/*"), ("User-Agent", "outrider")):
-                connection.putheader(name, value)
-            connection.endheaders()
+            headers = {"Host": where, "Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "outrider"}
+            connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             if answer.status != 200:
                 more = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
                 raise OutriderError(f"cannot fetch the image from {host[:80]}: status {answer.status}{more}")
-            if (answer.length or 0) > self._max_bytes:
-                raise OutriderError(f"the image from {host[:80]} has more than {self._max_bytes:,} bytes")
             body = bytearray()
             while part := answer.read1(1 << 16):
                 body += part

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..types import OutriderError, RequestStats
+from ..types import OutriderError
 from .answer import Answer
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class Tracing:
     ) -> None:
         """A call is over, however it ended. began: its arrival by time.time(). `traceparent` names the parent."""
         end, choices = time.time(), answer.choices
-        stats = [c.stats for c in choices if c.stats is not None]
         attributes: dict[str, str | int | float | list[str]] = {
             "gen_ai.operation.name": route,
             "gen_ai.request.model": model,
@@ -55,39 +54,31 @@ class Tracing:
             "gen_ai.usage.input_tokens": answer.prompt_tokens,
             "gen_ai.usage.output_tokens": answer.new_tokens,
         }
-        if stats:
-            attributes |= _measured(stats, end - began)
-        context = self._context(headers)
-        span = self._tracer.start_span(
-            f"{route} {model}", context, kind=self._trace.SpanKind.SERVER, attributes=attributes, start_time=_ns(began)
-        )
-        if stats:
-            self._parts(span, stats[0], began, end)
-        span.end(_ns(end))
-
-    def _parts(self, span: object, stats: RequestStats, began: float, end: float) -> None:
-        first = max(began, end - stats.decode_s)
-        submitted = max(began, first - stats.ttft_s)
-        inside = self._trace.set_span_in_context(span)  # type: ignore[arg-type]
-        for name, start, stop in (("queue", began, submitted), ("prefill", submitted, first), ("decode", first, end)):
+        parts: list[tuple[str, float, float]] = []
+        if stats := [c.stats for c in choices if c.stats is not None]:
+            attributes |= {
+                "outrider.queue_s": max(0.0, end - began - max(s.ttft_s + s.decode_s for s in stats)),
+                "outrider.prefill_s": max(s.prefill_s for s in stats),
+                "outrider.time_to_first_token_s": min(s.ttft_s for s in stats),
+                "outrider.decode_s": max(s.decode_s for s in stats),
+                "outrider.cached_tokens": min(s.cached_tokens for s in stats),
+                "outrider.drafted": sum(s.drafted for s in stats),
+                "outrider.accepted": sum(s.accepted for s in stats),
+            }
+            first = max(began, end - stats[0].decode_s)
+            submitted = max(began, first - stats[0].ttft_s)
+            parts = [("queue", began, submitted), ("prefill", submitted, first), ("decode", first, end)]
+        kind, context = self._trace.SpanKind.SERVER, self._context(headers)
+        name, at = f"{route} {model}", _ns(began)
+        span = self._tracer.start_span(name, context, kind=kind, attributes=attributes, start_time=at)
+        inside = self._trace.set_span_in_context(span)
+        for name, start, stop in parts:
             self._tracer.start_span(name, inside, start_time=_ns(start)).end(_ns(stop))
+        span.end(_ns(end))
 
     def close(self) -> None:
         """What waits to be sent is sent."""
         self._provider.shutdown()
-
-
-def _measured(stats: list[RequestStats], total: float) -> dict[str, float | int]:
-    longest = max(s.ttft_s + s.decode_s for s in stats)
-    return {
-        "outrider.queue_s": max(0.0, total - longest),
-        "outrider.prefill_s": max(s.prefill_s for s in stats),
-        "outrider.time_to_first_token_s": min(s.ttft_s for s in stats),
-        "outrider.decode_s": max(s.decode_s for s in stats),
-        "outrider.cached_tokens": min(s.cached_tokens for s in stats),
-        "outrider.drafted": sum(s.drafted for s in stats),
-        "outrider.accepted": sum(s.accepted for s in stats),
-    }
 
 
 def _ns(seconds: float) -> int:
