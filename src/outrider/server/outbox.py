@@ -4,8 +4,7 @@ Both threads share the GIL, and writing one step's events to many streams may ta
 
 - few open streams are written to after every step, and all streams when the engine is idle (`flush`);
 - with many, writing is done while the engine waits for its device (`open`), for no longer than a share of a step;
-streams that begin or end
-  come first, then those that have waited longest. Streams that begin or end need not wait for such a time (`hurry`);
+  streams that begin or end come first and need not wait for it (`hurry`), then those that have waited longest;
 - what several steps say of one request before it is written is written as one event.
 """
 
@@ -35,21 +34,6 @@ class Receiver(Protocol):
     def put(self, id: str, item: Item) -> None: ...
 
 
-def bundled(events: Sequence[Event]) -> Event:
-    """What several steps said of one request, as if it had been one step."""
-    if len(events) == 1:
-        return events[0]
-    last, told = events[-1], [e.logprobs for e in events if e.logprobs is not None]
-    return replace(
-        last,
-        tokens=[token for e in events for token in e.tokens],
-        kinds=[kind for e in events for kind in e.kinds],
-        texts=[text for e in events for text in e.texts],
-        logprobs=[entry for some in told for entry in some] if told else None,
-        tree=next((e.tree for e in reversed(events) if e.tree is not None), None),
-    )
-
-
 class Outbox:
     def __init__(
         self, call_soon: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.perf_counter
@@ -68,11 +52,7 @@ class Outbox:
     def add(self, items: Sequence[tuple[Receiver, str, Item]]) -> None:
         with self._lock:
             for to, id, item in items:
-                waiting = self._waiting.get(id)
-                if waiting is None:
-                    self._waiting[id] = (to, [item])
-                else:
-                    waiting[1].append(item)
+                self._waiting.setdefault(id, (to, []))[1].append(item)
                 ends = isinstance(item, Exception) or item.finish_reason is not None
                 if ends or id not in self._known:
                     self._soon.add(id)
@@ -94,11 +74,8 @@ class Outbox:
             if self._writing or not self._waiting:
                 return
             self._writing = True
-        if streams <= FEW:
-            self._call_soon(lambda: self._hand_over(None))
-        else:
-            room = max(SHARE * self._between / self._each, len(self._waiting) * self._between / LONGEST)
-            self._call_soon(lambda: self._hand_over(max(1, round(room))))
+        room = max(SHARE * self._between / self._each, len(self._waiting) * self._between / LONGEST)
+        self._call_soon(lambda: self._hand_over(None if streams <= FEW else max(1, round(room))))
 
     def hurry(self) -> None:
         """Streams that begin or end do not wait for the next window: before it there may be kernels to compile."""
@@ -141,7 +118,18 @@ class Outbox:
 
 
 def together(items: Sequence[Item]) -> list[Item]:
-    """What was said, as one event; an error behind it ends the stream."""
+    """What several steps said of one request, as if it had been one step; an error behind it ends the stream."""
     events = [item for item in items if not isinstance(item, Exception)]
     errors = [item for item in items if isinstance(item, Exception)]
-    return [*([bundled(events)] if events else []), *errors]
+    if len(events) < 2:
+        return [*events, *errors]
+    told = [e.logprobs for e in events if e.logprobs is not None]
+    event = replace(
+        events[-1],
+        tokens=[token for e in events for token in e.tokens],
+        kinds=[kind for e in events for kind in e.kinds],
+        texts=[text for e in events for text in e.texts],
+        logprobs=[entry for some in told for entry in some] if told else None,
+        tree=next((e.tree for e in reversed(events) if e.tree is not None), None),
+    )
+    return [event, *errors]

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from ..engine.engine import Engine, Event
@@ -268,30 +269,19 @@ class Runner:
         told = str(error) if isinstance(error, OutriderError) else where(error)
         log.error("engine step failed, and %d requests with it: %s", len(self._streams), told)
         ids = list(self._streams)
-        for id in (*ids, *self.detached):
+        aborts: list[Callable[[], None]] = [partial(self._engine.abort, id) for id in (*ids, *self.detached)]
+        for work in (*aborts, self._engine.check):
             try:
-                self._engine.abort(id)
+                work()
             except Exception as e:
-                log.error("abort failed after a failed step: %s", where(e))
+                log.error("abort or audit failed after a failed step: %s", where(e))
                 self.healthy = False
         self.detached.clear()
-        try:
-            self._engine.check()
-        except Exception as e:
-            log.error("the engine's audit failed after a failed step: %s", where(e))
-            self.healthy = False
-        if self._failures >= MAX_FAILURES:
-            self.healthy = False
+        self.healthy = self.healthy and self._failures < MAX_FAILURES
         self._deliver([(id, EngineError("the engine failed while this request was running")) for id in ids])
         self._outbox.flush()
 
     # ---- prompts without a client, and how far prompts are
-
-    def _may_detach(self, id: str) -> bool:
-        if self._detached_s <= 0 or len(self.detached) >= DETACHED or self._engine.metrics.waiting:
-            return False
-        known = self._engine.progress().get(id)
-        return known is not None and known.prompt_left >= WORTH
 
     def _drop_detached(self, ids: Iterable[str]) -> None:
         for id in list(ids):
@@ -340,7 +330,9 @@ class Runner:
             return  # finished in the meantime
         self._outbox.forget(id)
         try:
-            if may_detach and self._may_detach(id):
+            crowded = len(self.detached) >= DETACHED or self._engine.metrics.waiting
+            known = self._engine.progress().get(id) if may_detach and self._detached_s > 0 and not crowded else None
+            if known is not None and known.prompt_left >= WORTH:
                 self.detached[id] = time.monotonic() + self._detached_s
                 log.info("a client left; its prompt is read to the end for a retry")
                 return
@@ -357,7 +349,6 @@ class Runner:
             if isinstance(item, Exception) or item.finish_reason is not None:
                 del self._streams[id]
             out.append((stream, id, item))
-
         if out:
             self._outbox.add(out)
 
