@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 import ray
 from ray import serve
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
@@ -24,14 +24,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ..server.settings import ServerSettings, read_keys
 from .config import ClusterConfig
 from .ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused
 from .router import PrefixRouter
 from .totals import Snapshot
 
-LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
+LOST = (RayActorError, ReplicaUnavailableError)
 SNAPSHOT_S = 5.0
 MOST_RELAYED = 4096  # concurrent requests per ingress
+SCALING = ("replicas", "target_queue", "upscale_delay", "downscale_delay")
 QUIET = LoggingConfig(enable_access_log=False)  # metrics and our own log suffice
 
 
@@ -112,27 +114,15 @@ class _Relayed(Response):
 class IngressApp:
     """The ingress deployment."""
 
-    def __init__(self, engines: DeploymentHandle, fields: dict[str, object], keys: tuple[str, ...]) -> None:
-        config = ClusterConfig.of(fields)
-        settings = dataclasses.replace(config.front(), api_keys=(*keys, *config.keys(os.environ)))
-        self._ingress = Ingress(RayReplicas(engines), settings, config.retries, config.wait)
+    def __init__(
+        self, engines: DeploymentHandle, settings: ServerSettings, keys: tuple[str, ...], retries: int, wait: float
+    ) -> None:
+        own = read_keys(os.environ.get("OUTRIDER_API_KEY"), settings.api_key_file)
+        settings = dataclasses.replace(settings, api_keys=(*keys, *own))
+        self._ingress = Ingress(RayReplicas(engines), settings, retries, wait)
 
     async def __call__(self, request: Request) -> Response:
         return _Relayed(self._ingress)
-
-
-FRONT_FIELDS = (
-    "model",
-    "name",
-    "host",
-    "port",
-    "max_body",
-    "timeout",
-    "api_key_file",
-    "allowed_origin",
-    "retries",
-    "wait",
-)
 
 
 def grouped(config: ClusterConfig) -> dict[str, object]:
@@ -148,7 +138,6 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
     """`config` has to be placed. Changes since the last deployment are rolled out one replica at a time. `keys`: API
     keys besides the configuration's."""
     assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
-    fields = config.fields()
     bounds = config.replicas
     scaling = AutoscalingConfig(
         min_replicas=bounds.low,
@@ -158,9 +147,8 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         downscale_delay_s=config.downscale_delay,
     )
     scale = {"num_replicas": bounds.low} if bounds.fixed else {"autoscaling_config": scaling}
-    engine_fields = {
-        k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")
-    }
+    # without those whose change needs no new engines
+    engine_fields = {k: v for k, v in config.fields().items() if k not in SCALING}
     engines = serve.deployment(
         EngineReplica,
         name="Engine",
@@ -193,7 +181,7 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=QUIET,
     )
-    return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS}, keys)
+    return front.bind(engines, config.front(), keys, config.retries, config.wait)
 
 
 def build(args: dict[str, object]) -> Application:

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from ..config import OPTIONS, LoadSettings
-from ..server.settings import ServerSettings, public_name, read_keys
+from ..server.settings import ServerSettings, public_name
 from ..types import OutriderError
 
 
@@ -177,15 +177,12 @@ class ClusterConfig(BaseModel):
     def front(self) -> ServerSettings:
         """Server settings of the ingress, which checks hosts, origins, keys and sizes."""
         origins = tuple(part.strip() for part in (self.allowed_origin or "").split(",") if part.strip())
-        return replace(self._settings(), host=self.host, port=self.port, allowed_origins=origins)
+        keys = None if self.api_key_file is None else Path(self.api_key_file)
+        name, host, most = self.served_name, self.host, self.max_body
+        return ServerSettings(name, host, api_key_file=keys, max_body=most, allowed_origins=origins)
 
     def back(self) -> ServerSettings:
         """Server settings of a replica: only the ingress calls it, and has already checked the request."""
-        return replace(self._settings(), host="0.0.0.0")
-
-    def _settings(self) -> ServerSettings:
         shared = self.model_dump(include={"max_queued", "timeout", "max_body", "max_prompt"})
-        return ServerSettings(model_name=self.served_name, max_concurrent=self.max_concurrent or 8, **shared)
-
-    def keys(self, environment: Mapping[str, str]) -> tuple[str, ...]:
-        return read_keys(environment.get("OUTRIDER_API_KEY"), Path(self.api_key_file) if self.api_key_file else None)
+        concurrent = self.max_concurrent or 8
+        return ServerSettings(model_name=self.served_name, host="0.0.0.0", max_concurrent=concurrent, **shared)

@@ -126,9 +126,8 @@ class Ingress:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guard(scope, receive, send)
 
-    def _count(self, method: str, path: str, status: int) -> None:
-        if method == "POST" or status >= 400:
-            self._answers.labels(route_of(path), str(status)).inc()
+    def _count(self, path: str, status: int) -> None:
+        self._answers.labels(route_of(path), str(status)).inc()
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = {"/metrics": self._metrics, "/health": self._health, "/readyz": self._health, "/livez": self._live}

@@ -133,9 +133,9 @@ class RequestGuard:
     logged here."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None
+        self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, int], None], keys: Keys | None = None
     ) -> None:
-        """`count`: (method, path, status) of every answer. keys: where they can change while we run."""
+        """`count`: the path and status of an answer. keys: where they can change while we run."""
         self.app, self._settings, self._count = app, settings, count
         self._keys = Keys(settings) if keys is None else keys
 
@@ -172,7 +172,8 @@ class RequestGuard:
             begun = True
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._count(scope["method"], path, status)
+                if scope["method"] == "POST" or status >= 400:  # of those that worked only the ones that were work
+                    self._count(path, status)
                 if status >= 400:
                     shown = path if ROUTE.fullmatch(path) else "(other)"
                     why = state.get("refusal", "refused")

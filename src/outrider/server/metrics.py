@@ -80,10 +80,8 @@ class ServerMetrics:
         self._pool = pool
         r.register(self)
 
-    def count(self, method: str, path: str, status: int) -> None:
-        """Every answer's route and status; of those that worked only the ones that were work."""
-        if method == "POST" or status >= 400:
-            self.requests.labels(route_of(path), str(status)).inc()
+    def count(self, path: str, status: int) -> None:
+        self.requests.labels(route_of(path), str(status)).inc()
 
     def finished(self, stats: RequestStats) -> None:
         self.ttft.observe(stats.ttft_s)
