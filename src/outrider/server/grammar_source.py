@@ -28,6 +28,7 @@ MAX_CHARS = 512 << 10  # of a source, and of the text that is made of it
 CHILDREN = ("properties", "$defs", "definitions", "patternProperties")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 Schema = Mapping[str, Json]
+_quote = json.dumps  # a literal of Lark
 MAX_CALLS = 8
 IGNORED = {"title", "description", "default", "examples", "$schema", "additionalProperties", "$defs", "definitions"}
 
@@ -85,23 +86,21 @@ def close_objects(schema: object) -> object:
     Parts of an `allOf` stay open, since together they describe one object."""
     shared: set[str] = set()
     _refs_of_parts(schema, shared)
-    return _close(schema, schema, shared, "#")
+    return _close(schema, shared, "#")
 
 
-def _close(node: object, root: object, shared: set[str], path: str, part: bool = False) -> object:
+def _close(node: object, shared: set[str], path: str, part: bool = False) -> object:
     if not isinstance(node, dict):
         return node
     out = dict(node)
-    for key in CHILDREN:
-        if isinstance(out.get(key), dict):
-            out[key] = {name: _close(child, root, shared, f"{path}/{key}/{name}") for name, child in out[key].items()}
-    for key in LISTS:
-        if isinstance(out.get(key), list):
-            several = part or (key == "allOf" and (len(out[key]) > 1 or "properties" in node))
-            out[key] = [_close(child, root, shared, f"{path}/{key}/{i}", several) for i, child in enumerate(out[key])]
-    for key in ("items", "additionalProperties"):
-        if isinstance(out.get(key), dict):
-            out[key] = _close(out[key], root, shared, f"{path}/{key}")
+    for key, child in node.items():
+        if key in CHILDREN and isinstance(child, dict):
+            out[key] = {name: _close(one, shared, f"{path}/{key}/{name}") for name, one in child.items()}
+        elif key in LISTS and isinstance(child, list):
+            several = part or (key == "allOf" and (len(child) > 1 or "properties" in node))
+            out[key] = [_close(one, shared, f"{path}/{key}/{i}", several) for i, one in enumerate(child)]
+        elif key in ("items", "additionalProperties"):
+            out[key] = _close(child, shared, f"{path}/{key}")
     combined = part or path in shared or any(key in out for key in ("allOf", "anyOf", "oneOf", "$ref", "if"))
     said = {"additionalProperties", "patternProperties", "unevaluatedProperties"} & out.keys()
     if out.get("properties") and not combined and not said:
@@ -155,91 +154,85 @@ def _rebase(schema: Json, base: str) -> Json:
 
 def gemma_calls(functions: Sequence[tuple[str, Schema]], most: int, token_id: Callable[[str], int]) -> str:
     """`token_id`: the id of a control token."""
-    writer = _Gemma(quote=f"<[{token_id(GEMMA_QUOTE)}]>")
-    bodies = []
+    quote, rules, bodies = f"<[{token_id(GEMMA_QUOTE)}]>", dict[str, str](), []
     for name, parameters in functions:
-        arguments = writer.rule({"type": "object", **parameters}, parameters, f"tool '{name}'")
+        arguments = _Gemma(quote, rules, parameters, f"tool '{name}'").rule({"type": "object", **parameters})
         bodies.append(f"{_quote(f'call:{name}')} {arguments}")
-    lines = [
-        f"start: call{'' if most == 1 else '{1,' + str(most) + '}'}",
-        f"call: <[{token_id(GEMMA_OPEN)}]> ({' | '.join(bodies)}) <[{token_id(GEMMA_CLOSE)}]>",
-        *writer.lines(),
-    ]
-    return "\n".join(lines) + "\n"
+    fixed = {
+        "any": f"string | NUMBER | WORD | {_quote('[')} [any ({_quote(',')} any)*] {_quote(']')} | anyobject",
+        "anyobject": f"{_quote('{')} [pair ({_quote(',')} pair)*] {_quote('}')}",
+        "pair": f"KEY {_quote(':')} any",
+        "string": f"{quote} TEXT {quote}",
+        "TEXT": r"/(.|\n)*/",
+        "KEY": "/[A-Za-z_][A-Za-z0-9_]*/",
+        "WORD": "/true|false|null/",
+        "NUMBER": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+        "INTEGER": "/-?(0|[1-9][0-9]*)/",
+    }
+    start = {
+        "start": f"call{'' if most == 1 else '{1,' + str(most) + '}'}",
+        "call": f"<[{token_id(GEMMA_OPEN)}]> ({' | '.join(bodies)}) <[{token_id(GEMMA_CLOSE)}]>",
+    }
+    return "".join(f"{name}: {body}\n" for name, body in {**start, **rules, **fixed}.items())
 
 
 @dataclass
 class _Gemma:
+    """Writes the rules for one function's parameters."""
+
     quote: str
-    rules: dict[str, str] = field(default_factory=dict)  # name -> body
+    rules: dict[str, str]  # name -> body, of all functions
+    root: Schema
+    where: str
     refs: dict[str, str] = field(default_factory=dict)  # $ref -> rule name, for recursive schemas
 
-    def lines(self) -> list[str]:
-        fixed = {
-            "any": f"string | NUMBER | WORD | {_quote('[')} [any ({_quote(',')} any)*] {_quote(']')} | anyobject",
-            "anyobject": f"{_quote('{')} [pair ({_quote(',')} pair)*] {_quote('}')}",
-            "pair": f"KEY {_quote(':')} any",
-            "string": f"{self.quote} TEXT {self.quote}",
-            "TEXT": r"/(.|\n)*/",
-            "KEY": "/[A-Za-z_][A-Za-z0-9_]*/",
-            "WORD": "/true|false|null/",
-            "NUMBER": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
-            "INTEGER": "/-?(0|[1-9][0-9]*)/",
-        }
-        return [f"{name}: {body}" for name, body in {**self.rules, **fixed}.items()]
-
-    def rule(self, schema: Json, root: Schema, where: str) -> str:
+    def rule(self, schema: Json) -> str:
         """The name of a rule (or a literal) for one schema."""
         if schema is True or schema == {}:
             return "any"
         if not isinstance(schema, Mapping):
-            raise OutriderError(f"{where}: a schema must be an object")
+            raise OutriderError(f"{self.where}: a schema must be an object")
         if "$ref" in schema:
             ref = str(schema["$ref"])
             if ref not in self.refs:
-                self.refs[ref] = self._fresh()
-                self.rules[self.refs[ref]] = self.rule(_resolve(root, ref, where), root, where)
+                name = self.refs[ref] = self._new("")
+                self.rules[name] = self.rule(self._resolve(ref))
             return self.refs[ref]
-        left = set(schema) - IGNORED
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
-                self._only(left, {keyword, "type"}, where)
-                return self._new(" | ".join(self.rule(s, root, where) for s in _list(schema, keyword, where)))
+                self._only(schema, keyword)
+                return self._new(" | ".join(map(self.rule, self._list(schema, keyword))))
         if "const" in schema or "enum" in schema:
-            self._only(left, {"const", "enum", "type"}, where)
-            values = _list(schema, "enum", where) if "enum" in schema else [schema["const"]]
+            self._only(schema, "const", "enum")
+            values = self._list(schema, "enum") if "enum" in schema else [schema["const"]]
             return self._new(" | ".join(map(self._literal, values)))
         kind = schema.get("type")
         if isinstance(kind, list):
-            return self._new(" | ".join(self.rule({**schema, "type": k}, root, where) for k in kind))
+            return self._new(" | ".join(self.rule({**schema, "type": k}) for k in kind))
         if kind == "object" or (kind is None and "properties" in schema):
-            return self._object(schema, left, root, where)
+            return self._object(schema)
         if kind == "array":
-            self._only(left, {"type", "items", "minItems", "maxItems"}, where)
-            return self._array(schema, root, where)
+            return self._array(schema)
         if kind == "string":
-            self._only(left, {"type", "minLength", "maxLength", "pattern"}, where)
-            return self._string(schema, where)
-        self._only(left, {"type"}, where)
+            return self._string(schema)
+        self._only(schema)
         if kind is None:
             return "any"
         known = {"number": "NUMBER", "integer": "INTEGER", "boolean": '("true" | "false")', "null": '"null"'}
         if not isinstance(kind, str) or kind not in known:
-            raise OutriderError(f"{where}: unknown type {kind!r}")
+            raise OutriderError(f"{self.where}: unknown type {kind!r}")
         return known[kind]
 
-    def _object(self, schema: Schema, left: set[str], root: Schema, where: str) -> str:
-        self._only(left, {"type", "properties", "required"}, where)
+    def _object(self, schema: Schema) -> str:
+        self._only(schema, "properties", "required")
         properties = schema.get("properties") or {}
         if not isinstance(properties, Mapping) or not properties:
             return "anyobject"
-        required = set(_list(schema, "required", where)) if schema.get("required") else set()
+        required = set(self._list(schema, "required")) if schema.get("required") else set()
         for key in properties:
             if not re.fullmatch(r"[^:{}\[\],\"<>\n]{1,64}", key):
-                raise OutriderError(f"{where}: property {key!r} can't be written as a bare key")
-        members = [
-            (f"{_quote(key + ':')} {self.rule(s, root, where)}", key in required) for key, s in properties.items()
-        ]
+                raise OutriderError(f"{self.where}: property {key!r} can't be written as a bare key")
+        members = [(f"{_quote(key + ':')} {self.rule(s)}", key in required) for key, s in properties.items()]
         # rest[i]: members i.. when something stands before them (so each brings its comma); head[i]: when nothing does
         comma = _quote(",")
         rest, head = '""', '""'
@@ -249,34 +242,35 @@ class _Gemma:
             rest = self._new(f"{comma} {follow}" if needed else f"{comma} {follow} | {rest}")
         return self._new(f"{_quote('{')} {head} {_quote('}')}")
 
-    def _array(self, schema: Schema, root: Schema, where: str) -> str:
-        item = self.rule(schema.get("items", {}), root, where)
+    def _array(self, schema: Schema) -> str:
+        self._only(schema, "items", "minItems", "maxItems")
+        item = self.rule(schema.get("items", {}))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(least, int) or (most is not None and (not isinstance(most, int) or most < max(least, 0))):
-            raise OutriderError(f"{where}: minItems and maxItems don't fit")
+            raise OutriderError(f"{self.where}: minItems and maxItems don't fit")
         if most == 0:
             return _quote("[]")
         more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
         body = f"{item} ({_quote(',')} {item}){more}"
         return self._new(f"{_quote('[')} {body if least else f'[{body}]'} {_quote(']')}")
 
-    def _string(self, schema: Schema, where: str) -> str:
+    def _string(self, schema: Schema) -> str:
         if "pattern" in schema:
-            self._only(set(schema) - IGNORED, {"type", "pattern"}, where)
+            self._only(schema, "pattern")
             pattern = str(schema["pattern"])
             pattern = ("" if pattern.startswith("^") else "(.|\\n)*") + pattern.removeprefix("^").removesuffix("$")
             pattern += "" if str(schema["pattern"]).endswith("$") else "(.|\\n)*"
             body = "/" + pattern.replace("/", "\\/") + "/"
         elif "minLength" in schema or "maxLength" in schema:
+            self._only(schema, "minLength", "maxLength")
             least, most = schema.get("minLength", 0), schema.get("maxLength", "")
             if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
-                raise OutriderError(f"{where}: minLength and maxLength must be whole numbers")
+                raise OutriderError(f"{self.where}: minLength and maxLength must be whole numbers")
             body = f"/(.|\\n){{{least},{most}}}/"
         else:
+            self._only(schema)
             return "string"
-        name = self._fresh().upper()
-        self.rules[name] = body
-        return self._new(f"{self.quote} {name} {self.quote}")
+        return self._new(f"{self.quote} {self._new(body, 'R')} {self.quote}")
 
     def _literal(self, value: Json) -> str:
         if isinstance(value, str):
@@ -285,35 +279,26 @@ class _Gemma:
             return _quote(json.dumps(value))
         raise OutriderError("enum and const may hold strings, numbers, booleans and null")
 
-    def _only(self, left: set[str], known: set[str], where: str) -> None:
-        if left - known:
-            keyword = sorted(left - known)[0]
-            raise OutriderError(f"{where}: the schema keyword {keyword!r} is not supported in forced tool calls")
+    def _only(self, schema: Schema, *known: str) -> None:
+        """Refuses a schema that says more than that."""
+        if left := sorted(set(schema) - IGNORED - {"type", *known}):
+            raise OutriderError(f"{self.where}: the schema keyword {left[0]!r} is not supported in forced tool calls")
 
-    def _fresh(self) -> str:
-        return f"r{len(self.rules) + len(self.refs)}"
-
-    def _new(self, body: str) -> str:
-        name = self._fresh()
+    def _new(self, body: str, kind: str = "r") -> str:
+        name = f"{kind}{len(self.rules)}"
         self.rules[name] = body
         return name
 
+    def _list(self, schema: Schema, keyword: str) -> list[Json]:
+        value = schema[keyword]
+        if not isinstance(value, list):
+            raise OutriderError(f"{self.where}: {keyword!r} must be a list")
+        return value
 
-def _list(schema: Schema, keyword: str, where: str) -> list[Json]:
-    value = schema[keyword]
-    if not isinstance(value, list):
-        raise OutriderError(f"{where}: {keyword!r} must be a list")
-    return value
-
-
-def _resolve(root: Schema, ref: str, where: str) -> Json:
-    node: Json = root
-    for part in ref.removeprefix("#").strip("/").split("/") if ref != "#" else []:
-        node = node.get(part) if isinstance(node, Mapping) else None
-    if not ref.startswith("#") or node is None:
-        raise OutriderError(f"{where}: the reference {ref!r} points nowhere")
-    return node
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text)
+    def _resolve(self, ref: str) -> Json:
+        node: Json = self.root
+        for part in ref.removeprefix("#").strip("/").split("/") if ref != "#" else []:
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if not ref.startswith("#") or node is None:
+            raise OutriderError(f"{self.where}: the reference {ref!r} points nowhere")
+        return node

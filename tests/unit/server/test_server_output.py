@@ -238,6 +238,16 @@ def test_forced_gemma_calls_follow_the_schema(arguments: str, good: bool) -> Non
     assert accepts(grammar, f"<|tool_call>call:f{arguments}<tool_call|>", True) is good
 
 
+def test_each_gemma_call_has_its_own_definitions() -> None:
+    """The second function's reference led to the definition of that name in the first."""
+    tok, item = tokenizer(gemma=True), {"type": "object", "properties": {"a": {"$ref": "#/$defs/item"}}}
+    functions = [("f", {**item, "$defs": {"item": {"type": "integer"}}})]
+    functions.append(("g", {**item, "$defs": {"item": {"type": "boolean"}}}))
+    grammar = gemma_calls(functions, 1, lambda t: tok.encode(t)[0])
+    for call, good in (("f{a:1}", True), ("f{a:true}", False), ("g{a:1}", False), ("g{a:true}", True)):
+        assert accepts(grammar, f"<|tool_call>call:{call}<tool_call|>", True) is good
+
+
 def test_forced_json_calls_follow_the_schema() -> None:
     grammar = json_calls([("f", PARAMETERS), ("g", {"type": "object"})], 1)
     assert accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"C","days":[1]}}]</tool_call>', False)
