@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    PlainSerializer,
-    ValidationError,
-    create_model,
-)
+from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationError, create_model
 
 from ..config import OPTIONS, LoadSettings
 from ..server.settings import ServerSettings, public_name
@@ -63,9 +54,7 @@ FIELDS = {name: (option.kind, option.default) for name, option in OPTIONS.items(
 LoadFields = create_model("LoadFields", **FIELDS)  # type: ignore[call-overload]
 
 
-class ClusterConfig(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class ClusterConfig(BaseModel, frozen=True):
     model: Text
     replicas: Bounds = ReplicaCount(1, 1)
     name: Text | None = None  # the model's name in the API; default: as in `outrider serve`
