@@ -9,10 +9,9 @@ import contextlib
 import json
 import resource
 import signal
-import struct
-import sys
+from collections.abc import Iterator
 from datetime import datetime
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from jinja2 import nodes
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # limits of one rendering: CPU time, bytes, characters
-LENGTH = struct.Struct("<I")  # bytes that follow
 # Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself
 # defines.
 RESERVED = frozenset(
@@ -101,19 +99,6 @@ class _Generation(Extension):
         return body
 
 
-def _send(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(LENGTH.pack(len(data)) + data)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    head = pipe.read(LENGTH.size)
-    data = pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
-    if not data:
-        raise EOFError
-    return data
-
-
 def _answer(template: ChatTemplate | None, source: str, variables: dict[str, Any]) -> dict[str, str]:
     try:
         text = (template or ChatTemplate(source)).render(variables)
@@ -122,22 +107,16 @@ def _answer(template: ChatTemplate | None, source: str, variables: dict[str, Any
     return {"text": text} if len(text) <= OUTPUT else {"error": f"it writes more than {OUTPUT} characters"}
 
 
-def main() -> None:
-    """The process itself. Ends with its stdin, or by the signal of a timer that has run out."""
-    source, seconds, memory = json.loads(_read(sys.stdin.buffer))
+def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
+    """In the process itself, which ends by the signal of a timer that has run out."""
+    source, seconds, memory = json.loads(next(frames))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     template: ChatTemplate | None = None
-    while True:
-        variables = json.loads(_read(sys.stdin.buffer))
+    for variables in map(json.loads, frames):
         signal.setitimer(signal.ITIMER_PROF, seconds)
         with contextlib.suppress(Exception):  # a broken one is reported with each answer
             template = template or ChatTemplate(source)
         said = _answer(template, source, variables)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _send(sys.stdout.buffer, json.dumps(said).encode())
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(EOFError):
-        main()
+        yield json.dumps(said).encode()

@@ -1,20 +1,22 @@
 """A script in a process of its own that answers one call after the other, for code not trusted with memory and time.
 
-A frame is 4 bytes of length and as many bytes, on stdin (first the set-up, if any) and stdout. The script limits itself
-and ends with its stdin. One that has died or was late is replaced by the next call. Its stdin is a socket, which can
-bring it connections instead of calls (`connect`).
+A frame is 4 bytes of length and as many bytes, on stdin (first the set-up, if any) and stdout: the script's `answers`
+gets an iterator of the frames and yields an answer for every call. It limits itself and ends with its stdin. One that
+has died or was late is replaced by the next call. A module of this package instead of a script reads its stdin itself,
+a socket that can bring it connections instead of calls (`connect`).
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LENGTH = struct.Struct("<I")
@@ -92,7 +94,7 @@ class ChildProcess:
             package = {} if self._script.endswith(".py") else {"PYTHONPATH": os.pathsep.join(paths)}
             with its:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", *(["-m"] if package else []), self._script],
+                    [sys.executable, "-P", "-m" if package else __file__, self._script],
                     stdin=its.fileno(),
                     stdout=its.fileno(),
                     stderr=subprocess.DEVNULL,
@@ -123,3 +125,19 @@ class ChildProcess:
             process.kill()
             process.wait()
             self._connection.close()
+
+
+def frames() -> Iterator[bytes]:
+    while head := sys.stdin.buffer.read(LENGTH.size):
+        yield sys.stdin.buffer.read(*LENGTH.unpack(head))
+
+
+def main(script: str) -> None:
+    """The process itself."""
+    for answer in runpy.run_path(script, run_name="__main__")["answers"](frames()):
+        sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

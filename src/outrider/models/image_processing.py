@@ -14,16 +14,14 @@ import math
 import os
 import re
 import struct
-import sys
 import threading
 import warnings
-from typing import IO
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-LENGTH = struct.Struct("<I")  # bytes that follow
 HEAD = struct.Struct("<IIQ")  # soft tokens and side, see `pixels`; maximum pixels; then the file
 REPLY = struct.Struct("<?II")  # is it an image? its height and width; then pixels, or an error
 MEMORY, CPU_SECONDS = 3 << 30, 20  # of the decoding process; the seconds for one image
@@ -115,13 +113,6 @@ def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
 
 
 # ---- the decoding process -----------------------------------------------------------------------------------------
-def read(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
 def stand_back(worker: threading.Thread) -> None:
     """Wait for a thread to end, which gets idle processor time only once it has had `QUICK` seconds."""
     while worker.is_alive():
@@ -144,27 +135,19 @@ def answer(asked: bytes) -> bytes:
         return REPLY.pack(False, 0, 0) + (" ".join(str(error).split())[:200] or type(error).__name__).encode()
 
 
-def main() -> None:
-    """Reads files from stdin, writes pixels or a one-line error to stdout. Ends when stdin closes."""
+def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
+    """In the process itself: pixels or a one-line error for every file."""
     import resource
 
     os.nice(10)  # decoding tokens has priority
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has its own bound
     Image.init()
-    source, out, replies = sys.stdin.buffer, sys.stdout.buffer, list[bytes]()
-    while True:
-        asked = read(source, *LENGTH.unpack(read(source, LENGTH.size)))
+    replies: list[bytes] = []
+    for asked in frames:
         spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
         resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         worker = threading.Thread(target=lambda: replies.append(answer(asked)))  # noqa: B023  # ends in this turn
         worker.start()
         stand_back(worker)
-        body = replies.pop()
-        out.write(LENGTH.pack(len(body)) + body)
-        out.flush()
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(EOFError):
-        main()
+        yield replies.pop()

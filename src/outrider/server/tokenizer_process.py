@@ -7,12 +7,10 @@ tokenised here and the next one restarts it. Run as a script, this file is the p
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 if __name__ != "__main__":  # the process itself needs nothing of this package, and less memory so
     from ..engine.child_process import ChildLost, ChildProcess
@@ -42,27 +40,12 @@ class TokenizerProcess:
         self._child.close()
 
 
-def _read() -> bytes:
-    head = sys.stdin.buffer.read(4)
-    data = sys.stdin.buffer.read(int.from_bytes(head, "little"))
-    if not data:
-        raise EOFError
-    return data
-
-
-def main() -> None:
-    """The process itself. Ends with its stdin."""
+def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
+    """In the process itself."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(_read().decode())
+    tokenizer = Tokenizer.from_str(next(frames).decode())
     os.nice(NICE)  # not before: the first text waits for this
-    while True:
-        data = _read()
+    for data in frames:
         ids = tokenizer.encode_batch_fast([data[1:].decode()], add_special_tokens=bool(data[0]))[0].ids
-        sys.stdout.buffer.write((4 * len(ids)).to_bytes(4, "little") + array("i", ids).tobytes())
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(EOFError):
-        main()
+        yield array("i", ids).tobytes()
