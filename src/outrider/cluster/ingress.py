@@ -4,7 +4,7 @@ Contract: if a replica dies before the first byte of an answer was sent, the cli
 another replica, at most `retries` times. After the first byte, the stream ends with an error event in its own protocol.
 If no replica takes a request within `wait` seconds, the answer is a 503 with Retry-After. When a client disconnects,
 its request is cancelled in the replica. Hosts, origins, keys and sizes are checked here, by the same code as in a
-single server (`limits.Guard`); a replica, which is a single server's whole app, does everything else.
+single server (`limits.RequestGuard`); a replica, which is a single server's whole app, does everything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..server.answer import Wire
 from ..server.anthropic import AnthropicWire
 from ..server.call import ClientGone, unless_gone
 from ..server.errors import ApiError
-from ..server.limits import SECURITY_HEADERS, RequestGuard
+from ..server.limits import SECURITY_HEADERS, Keys, RequestGuard
 from ..server.metrics import route_of
 from ..server.ollama import OllamaWire
 from ..server.openai import OpenAIWire
@@ -121,7 +121,7 @@ class Ingress:
         self._left = counter("cancelled", "Clients that left before their answer's end.")
         self._answers = counter("answers", "Answers of the ingress, by route and status.", "route", "status")
         self._totals = Totals()
-        self._guard = RequestGuard(self._route, settings, self._count)
+        self._guard = RequestGuard(self._route, settings, self._count, Keys(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guard(scope, receive, send)

@@ -59,12 +59,10 @@ class Grammars:
         if len(source.payload) > MAX_CHARS:
             message = f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar."
             raise bad(message, source.field, "grammar_too_complex")
-        known = self._known(source)
-        if known is not None:
+        if (known := self._known(source)) is not None:
             return known
         async with self._gate.enter(client):
-            known = self._known(source)  # another request may have compiled the same in the meantime
-            if known is not None:
+            if (known := self._known(source)) is not None:  # another request has compiled the same in the meantime
                 return known
             said = await self._trial(source)
             if "error" in said:

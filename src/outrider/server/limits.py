@@ -132,12 +132,9 @@ class RequestGuard:
     """Middleware: host, origin, key and body size, in that order. What is raised behind it is answered, counted and
     logged here."""
 
-    def __init__(
-        self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, int], None], keys: Keys | None = None
-    ) -> None:
-        """`count`: the path and status of an answer. keys: where they can change while we run."""
-        self.app, self._settings, self._count = app, settings, count
-        self._keys = Keys(settings) if keys is None else keys
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, int], None], keys: Keys) -> None:
+        """`count`: is told the path and status of an answer."""
+        self.app, self._settings, self._count, self._keys = app, settings, count, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -21,7 +21,7 @@ from tests.waiting import until
 from outrider.server import errors, routes
 from outrider.server.anthropic import MessagesRequest
 from outrider.server.errors import ApiError, bad, read
-from outrider.server.limits import RequestGuard
+from outrider.server.limits import Keys, RequestGuard
 from outrider.server.model_info import ServedModel
 from outrider.server.ollama import ChatBody, GenerateBody
 from outrider.server.prepare import Preparer
@@ -206,7 +206,8 @@ def test_a_body_that_grows_too_large_is_told_as_such() -> None:
     async def send(message: Message) -> None:
         told.append(message)
 
-    guard = RequestGuard(app, ServerSettings("m", max_body=1024), lambda *_: None)
+    settings = ServerSettings("m", max_body=1024)
+    guard = RequestGuard(app, settings, lambda *_: None, Keys(settings))
     headers = [(b"host", b"localhost"), (b"transfer-encoding", b"chunked")]
     asyncio.run(guard({"type": "http", "method": "POST", "path": "/x", "headers": headers}, more, send))
     assert [m["status"] for m in told if m["type"] == "http.response.start"] == [413]
