@@ -219,8 +219,14 @@ class _FairThreads:
     # ---- on a thread
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        while (taken := self._take()) is not None:
-            client, (work, answer) = taken
+        while True:
+            with self._lock:
+                taken = self._waiting.take(lambda client: client not in self._busy)
+                if taken is None:
+                    self._idle += 1
+                    return
+                client, (work, answer) = taken
+                self._busy.add(client)
             result: object = None
             error: BaseException | None = None
             began = time.monotonic()
@@ -239,16 +245,6 @@ class _FairThreads:
             if first:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
                     loop.call_soon_threadsafe(self._tell)
-
-    def _take(self) -> tuple[str, Piece] | None:
-        """The next piece of a client for which no other thread works."""
-        with self._lock:
-            taken = self._waiting.take(lambda client: client not in self._busy)
-            if taken is None:
-                self._idle += 1
-            else:
-                self._busy.add(taken[0])
-            return taken
 
     # ---- on the loop
 
