@@ -16,16 +16,13 @@ from .. import __version__
 from ..types import RequestStats
 from .model_pool import ModelPool
 
-# Short names of routes: a fixed few, whatever paths clients ask for.
+# Short names of routes, without /v1: a fixed few, whatever paths clients ask for.
 LABELS = {
-    "/v1/chat/completions": "chat", "/chat/completions": "chat", "/v1/completions": "completions",
-    "/completions": "completions",
-    "/v1/responses": "responses", "/responses": "responses", "/v1/messages": "messages", "/api/chat": "ollama_chat",
-    "/api/generate": "ollama_generate", "/tokenize": "tokenize", "/detokenize": "detokenize",
-    "/apply-template": "apply_template",
-    "/v1/embeddings": "embeddings", "/embeddings": "embeddings", "/api/embed": "ollama_embed",
-    "/v1/messages/count_tokens": "count_tokens", "/v1/responses/input_tokens": "count_tokens",
-    "/api/embeddings": "ollama_embed",
+    "/chat/completions": "chat", "/completions": "completions", "/responses": "responses", "/messages": "messages",
+    "/api/chat": "ollama_chat", "/api/generate": "ollama_generate", "/tokenize": "tokenize",
+    "/detokenize": "detokenize", "/apply-template": "apply_template", "/embeddings": "embeddings",
+    "/api/embed": "ollama_embed", "/api/embeddings": "ollama_embed", "/messages/count_tokens": "count_tokens",
+    "/responses/input_tokens": "count_tokens",
 }  # fmt: skip
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
@@ -51,7 +48,7 @@ COUNTERS = {  # of the engine's metrics
 
 
 def route_of(path: str) -> str:
-    return LABELS.get(path) or ("page" if path == "/" or path.startswith("/page/") else "other")
+    return LABELS.get(path.removeprefix("/v1")) or ("page" if path == "/" or path.startswith("/page/") else "other")
 
 
 class ServerMetrics:
