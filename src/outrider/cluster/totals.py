@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -70,13 +70,9 @@ class Totals:
                 sums[key] += value
         for key, total in family_of.items():
             total.add_sample(key[0], dict(key[1]), sums[key])
-        for name, help, value in (
-            ("outrider_cluster_replicas", "Replicas that answer.", len(replicas)),
-            ("outrider_cluster_replicas_ready", "Replicas whose engine runs.", sum(s.healthy for s in replicas)),
-        ):
-            gauge = out[name] = Metric(name, help, "gauge")
-            gauge.add_sample(name, {}, float(value))
-        return list(out.values())
+        name, ready = "outrider_cluster_replicas", sum(s.healthy for s in replicas)
+        there = GaugeMetricFamily(name, "Replicas that answer.", value=len(replicas))
+        return [*out.values(), there, GaugeMetricFamily(f"{name}_ready", "Replicas whose engine runs.", value=ready)]
 
 
 class _Page(Collector):
