@@ -206,8 +206,12 @@ class BatchFile:
                 )
             progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
             names: dict[str, int] = {}
+            for line in read_lines(self.source, salt) if finished else ():
+                with suppress(BadLine):
+                    if line.id in finished:
+                        names.setdefault(parse(line)[0], line.number)
             self.tell(progress)
-            fresh = todo(read_lines(self.source, salt), finished, names)
+            fresh = (line for line in read_lines(self.source, salt) if line.id not in finished)
 
             async def checked(line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
                 asked = body.get("model")
@@ -227,18 +231,6 @@ class BatchFile:
                             progress.new_tokens += int(body["usage"]["completion_tokens"])
                     self.tell(progress)
         return progress
-
-
-def todo(lines: Iterator[BatchLine], finished: set[str], names: dict[str, int]) -> Iterator[BatchLine]:
-    """The lines without a result. `names` gets the custom_ids of the others, and their lines."""
-    for line in lines:
-        if line.id not in finished:
-            yield line
-            continue
-        try:
-            names.setdefault(parse(line)[0], line.number)
-        except BadLine:
-            continue
 
 
 async def _result(line: BatchLine, names: dict[str, int], seed: int, answer: Answerer) -> Json:
