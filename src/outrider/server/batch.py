@@ -238,8 +238,9 @@ async def _result(line: BatchLine, names: dict[str, int], seed: int, answer: Ans
     custom_id: str | None = None
     try:
         custom_id, url, body = parse(line)
-        if names.setdefault(custom_id, line.number) < line.number:
+        if names.get(custom_id, line.number) < line.number:
             raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.")
+        names[custom_id] = line.number
         if body.get("stream"):
             raise bad("A batch can't stream; drop 'stream'.", "stream")
         status, told = await answer(line, url, seeded(body, seed, custom_id))

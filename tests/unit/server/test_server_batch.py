@@ -106,12 +106,13 @@ def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> No
     assert run(source, cut).resumed == 20 and cut.read_bytes() == before
 
 
-def test_the_first_of_a_name_is_answered_after_a_second_was_refused(tmp_path: Path) -> None:
-    """Killed when only the second line had its result: resumed, the first one is answered all the same."""
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_first_of_a_name_is_answered_after_a_second_was_refused(tmp_path: Path, kept: int) -> None:
+    """Killed when only a later line had its result: resumed, the first one is answered all the same, and only it."""
     source, out = write(tmp_path / "in.jsonl", row("a"), row("a", TEXT), row("a")), tmp_path / "out.jsonl"
     run(source, out)
     lines = sorted(out.read_bytes().splitlines(keepends=True))
-    out.write_bytes(lines[1])
+    out.write_bytes(lines[kept])
     run(source, out)
     assert sorted((r["id"][10], r["error"] is None) for r in read(out)) == [("1", True), ("2", False), ("3", False)]
 
