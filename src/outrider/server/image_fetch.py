@@ -11,7 +11,6 @@ import http.client
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
 from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
@@ -40,74 +39,65 @@ def public(address: str) -> bool:
     return found.is_global and not found.is_multicast
 
 
-class ImageFetcher:
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        resolve: Callable[[str, int], list[str]] = addresses,
-        allowed: Callable[[str], bool] = public,
-        seconds: float = SECONDS,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
-        """hosts: HOST, or HOST:PORT for another port than its scheme's."""
-        self.hosts = frozenset(host.strip().lower() for host in hosts if host.strip())
-        self._resolve, self._allowed, self._seconds, self._max_bytes = resolve, allowed, seconds, max_bytes
+def fetch_image(url: str, hosts: str) -> bytes:
+    """The bytes behind an address. Blocks; every failure is a one-line error. hosts: those that may be asked, by
+    commas: HOST, or HOST:PORT for another port than its scheme's."""
+    named = frozenset(host.strip().lower() for host in hosts.split(",") if host.strip())
+    if not named:
+        raise OutriderError(OFF)
+    host, port, path, secure = _parts(url, named)
+    deadline = time.monotonic() + SECONDS
+    try:
+        found = addresses(host, port)
+        if not found or not all(map(public, found)):
+            raise OutriderError(f"images are not fetched from {host[:80]}: its address is not public")
+        return _get(host, port, path, secure, found[0], deadline)
+    except TimeoutError:
+        raise OutriderError(f"the image from {host[:80]} took more than {SECONDS:g} s") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        why = " ".join(str(error).split())[:80] or type(error).__name__
+        raise OutriderError(f"cannot fetch the image from {host[:80]}: {why}") from None
 
-    def fetch(self, url: str) -> bytes:
-        """The bytes behind an address. Blocks; every failure is a one-line error."""
-        if not self.hosts:
-            raise OutriderError(OFF)
-        host, port, path, secure = self._parts(url)
-        deadline = time.monotonic() + self._seconds
-        try:
-            found = self._resolve(host, port)
-            if not found or not all(self._allowed(address) for address in found):
-                raise OutriderError(f"images are not fetched from {host[:80]}: its address is not public")
-            return self._get(host, port, path, secure, found[0], deadline)
-        except TimeoutError:
-            raise OutriderError(f"the image from {host[:80]} took more than {self._seconds:g} s") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            why = " ".join(str(error).split())[:80] or type(error).__name__
-            raise OutriderError(f"cannot fetch the image from {host[:80]}: {why}") from None
 
-    def _parts(self, url: str) -> tuple[str, int, str, bool]:
-        try:
-            parts = urlsplit(url)
-            host, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
-        except (ValueError, KeyError):
-            raise OutriderError(f"{url[:60]!r} is not an address of an image") from None
-        named = host if port == PORTS[parts.scheme] else f"{host}:{port}"
-        if named not in self.hosts or "@" in parts.netloc:
-            raise OutriderError(f"images are not fetched from {named[:80]!r}: --allow-image-hosts does not name it")
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        if not path.isascii() or any(c <= " " for c in path):
-            raise OutriderError("an image's address must be percent-encoded ASCII")
-        return host, port, path, parts.scheme == "https"
+def _parts(url: str, hosts: frozenset[str]) -> tuple[str, int, str, bool]:
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
+    except (ValueError, KeyError):
+        raise OutriderError(f"{url[:60]!r} is not an address of an image") from None
+    named = host if port == PORTS[parts.scheme] else f"{host}:{port}"
+    if named not in hosts or "@" in parts.netloc:
+        raise OutriderError(f"images are not fetched from {named[:80]!r}: --allow-image-hosts does not name it")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    if not path.isascii() or any(c <= " " for c in path):
+        raise OutriderError("an image's address must be percent-encoded ASCII")
+    return host, port, path, parts.scheme == "https"
 
-    def _get(self, host: str, port: int, path: str, secure: bool, address: str, deadline: float) -> bytes:
-        left = lambda: max(0.01, deadline - time.monotonic())  # noqa: E731
-        connection = http.client.HTTPConnection(host, port)
-        connection.sock = socket.create_connection((address, port), left())
-        try:
-            if secure:
-                connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
-            raw = connection.sock
+
+def _get(host: str, port: int, path: str, secure: bool, address: str, deadline: float) -> bytes:
+    left = lambda: max(0.01, deadline - time.monotonic())  # noqa: E731
+    connection = http.client.HTTPConnection(host, port)
+    connection.sock = socket.create_connection((address, port), left())
+    try:
+        if secure:
+            connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
+        raw = connection.sock
+        raw.settimeout(left())
+        where = host if port in PORTS.values() else f"{host}:{port}"
+        headers = {"Host": where, "Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "outrider"}
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            more = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
+            raise OutriderError(f"cannot fetch the image from {host[:80]}: status {answer.status}{more}")
+        body = bytearray()
+        while part := answer.read1(1 << 16):
+            body += part
+            if len(body) > MAX_BYTES:
+                raise OutriderError(f"the image from {host[:80]} has more than {MAX_BYTES:,} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError
             raw.settimeout(left())
-            where = host if port in PORTS.values() else f"{host}:{port}"
-            headers = {"Host": where, "Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "outrider"}
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                more = " (redirects are not followed)" if 300 <= answer.status < 400 else ""
-                raise OutriderError(f"cannot fetch the image from {host[:80]}: status {answer.status}{more}")
-            body = bytearray()
-            while part := answer.read1(1 << 16):
-                body += part
-                if len(body) > self._max_bytes:
-                    raise OutriderError(f"the image from {host[:80]} has more than {self._max_bytes:,} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                raw.settimeout(left())
-            return bytes(body)
-        finally:
-            connection.close()
+        return bytes(body)
+    finally:
+        connection.close()

@@ -24,7 +24,7 @@ from .answer import Job
 from .dialect import Dialect, Infill, in_turns, spell_out_tools
 from .errors import ContextOverflow, bad, check_size
 from .grammar_source import MAX_CALLS, GrammarSource
-from .image_fetch import ImageFetcher
+from .image_fetch import fetch_image
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
 from .reasoning import Thoughts
@@ -273,8 +273,8 @@ class Preparer:
         assert not isinstance(vision, str), "a model that takes no images has refused them"
         if len(urls) > vision.max_images:
             raise OutriderError(f"{len(urls)} images; at most {vision.max_images} are allowed in a prompt")
-        fetcher = ImageFetcher(self._settings.allow_image_hosts.split(","))
-        return vision.expand(ids, [url if url[:5].lower() == "data:" else fetcher.fetch(url) for url in urls])
+        hosts = self._settings.allow_image_hosts
+        return vision.expand(ids, [url if url[:5].lower() == "data:" else fetch_image(url, hosts) for url in urls])
 
     @property
     def sees(self) -> bool:

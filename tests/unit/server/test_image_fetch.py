@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 
-from outrider.server.image_fetch import ImageFetcher, public
+from outrider.server import image_fetch
+from outrider.server.image_fetch import fetch_image, public
 from outrider.types import OutriderError
 
 HOST = "pictures.example"
@@ -49,9 +51,10 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-def fetcher(port: int, **more: object) -> ImageFetcher:
-    given = {"resolve": lambda host, _: ["127.0.0.1"], "allowed": lambda _: True, "max_bytes": 1000} | more
-    return ImageFetcher([f"{HOST}:{port}"], **given)  # type: ignore[arg-type]
+def fetch(port: int, url: str, **more: object) -> bytes:
+    given = {"addresses": lambda host, _: ["127.0.0.1"], "public": lambda _: True, "MAX_BYTES": 1000} | more
+    with patch.multiple(image_fetch, **given):
+        return fetch_image(url, f"{HOST}:{port}")
 
 
 def test_a_named_host_is_asked_at_the_address_that_was_checked(port: int) -> None:
@@ -62,7 +65,7 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(port: int) -> Non
         looked.append(host)
         return ["127.0.0.1"]
 
-    assert fetcher(port, resolve=resolve).fetch(f"http://{HOST}:{port}/cat?1") == b"meow"
+    assert fetch(port, f"http://{HOST}:{port}/cat?1", addresses=resolve) == b"meow"
     assert Pictures.seen == [("/cat?1", f"{HOST}:{port}")] and looked == [HOST]
 
 
@@ -72,13 +75,13 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(port: int) -> Non
 )
 def test_redirects_errors_and_large_files_are_refused(port: int, path: str, said: str) -> None:
     with pytest.raises(OutriderError, match=said):
-        fetcher(port).fetch(f"http://{HOST}:{port}{path}")
+        fetch(port, f"http://{HOST}:{port}{path}")
     assert len(Pictures.seen) == 1
 
 
 def test_a_slow_host_is_given_up(port: int) -> None:
     with pytest.raises(OutriderError, match=r"more than 0\.3 s"):
-        fetcher(port, seconds=0.3).fetch(f"http://{HOST}:{port}/slow")
+        fetch(port, f"http://{HOST}:{port}/slow", SECONDS=0.3)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_a_slow_host_is_given_up(port: int) -> None:
 )  # fmt: skip
 def test_other_hosts_ports_and_schemes_are_not_asked(port: int, url: str) -> None:
     with pytest.raises(OutriderError):
-        fetcher(port).fetch(url.replace("{port}", str(port)))
+        fetch(port, url.replace("{port}", str(port)))
     assert not Pictures.seen
 
 
@@ -99,7 +102,7 @@ def test_other_hosts_ports_and_schemes_are_not_asked(port: int, url: str) -> Non
 def test_an_address_that_is_not_public_is_not_asked(port: int, found: list[str]) -> None:
     """Where one of a host's addresses is inside, none is asked."""
     with pytest.raises(OutriderError, match="not public"):
-        fetcher(port, resolve=lambda *_: found, allowed=public).fetch(f"http://{HOST}:{port}/cat")
+        fetch(port, f"http://{HOST}:{port}/cat", addresses=lambda *_: found, public=public)
     assert not Pictures.seen
 
 
@@ -115,4 +118,4 @@ def test_what_is_public() -> None:
 
 def test_nothing_is_fetched_by_default() -> None:
     with pytest.raises(OutriderError, match="not fetched"):
-        ImageFetcher(()).fetch("https://example.org/cat.png")
+        fetch_image("https://example.org/cat.png", "")
