@@ -133,16 +133,10 @@ class _WaitingLoad:
 
 
 class ModelPool:
-    def __init__(
-        self,
-        slots: Sequence[PoolSlot],
-        limit: int | None,
-        settings: ServerSettings,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, slots: Sequence[PoolSlot], limit: int | None, settings: ServerSettings) -> None:
         """`limit`: bytes for all loaded models together (one alone may be larger); None: as many as there are."""
         self.slots = {slot.name: slot for slot in slots}
-        self.limit, self._settings, self._clock = limit, settings, clock
+        self.limit, self._settings = limit, settings
         self._waiting: list[_WaitingLoad] = []
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
@@ -230,14 +224,14 @@ class ModelPool:
     def ready(self, slot: PoolSlot) -> bool:
         """Can be borrowed without waiting: it is loaded, and no other model has waited long for its memory."""
         head = self._waiting[0] if self._waiting else None
-        late = head is not None and self._clock() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
+        late = head is not None and time.monotonic() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
         return slot.model is not None and not late
 
     async def acquire(self, slot: PoolSlot) -> LoadedModel:
         """The model, loaded; it stays loaded until it is released."""
         if slot.model is not None and self.ready(slot):
             return self._lend(slot, slot.model)
-        mine = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), self._clock())
+        mine = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), time.monotonic())
         self._waiting.append(mine)
         self._tend()
         try:
@@ -308,11 +302,11 @@ class ModelPool:
         try:
             while leaving:
                 await self._unload(*leaving.pop())
-            began = self._clock()
+            began = time.monotonic()
             model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings))
             model.runner.start()
             slot.take(model)
-            log.info("loaded %s in %.1f s, %.2f GiB", slot.name, self._clock() - began, slot.size / 2**30)
+            log.info("loaded %s in %.1f s, %.2f GiB", slot.name, time.monotonic() - began, slot.size / 2**30)
         except Exception as e:
             why = without_paths(str(e)) if isinstance(e, OutriderError) else "see the server's log"
             log.error("could not load %s: %s", slot.name, e if isinstance(e, OutriderError) else where(e))

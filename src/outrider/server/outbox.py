@@ -35,10 +35,8 @@ class Receiver(Protocol):
 
 
 class Outbox:
-    def __init__(
-        self, call_soon: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._call_soon, self._clock, self._lock = call_soon, clock, threading.Lock()
+    def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
+        self._call_soon, self._lock = call_soon, threading.Lock()
         self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, the longest waiting first
         self._known: set[str] = set()  # requests that something was said of
         self._soon: set[str] = set()  # waiting streams that begin or end: they come first
@@ -67,7 +65,7 @@ class Outbox:
 
     def open(self, streams: int) -> None:
         """Now is the time to write. streams: how many there are."""
-        now = self._clock()
+        now = time.perf_counter()
         gap, self._opened = now - self._opened, now
         self._between = 0.8 * self._between + 0.2 * min(gap, LONGEST)
         with self._lock:

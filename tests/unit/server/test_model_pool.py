@@ -7,6 +7,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from httpx import ASGITransport, AsyncClient
@@ -57,7 +59,7 @@ def run(
 
     async def inner() -> None:
         slots = [loader.slot("a", 10), loader.slot("b", 10), loader.slot("c", 4)]
-        model_pool = ModelPool(slots, limit, ServerSettings("a", port=0), clock=lambda: clock[0])
+        model_pool = ModelPool(slots, limit, ServerSettings("a", port=0))
         try:
             async with asyncio.timeout(60):
                 await work(model_pool, loader)
@@ -65,7 +67,8 @@ def run(
             loader.go.set()
             await model_pool.stop()
 
-    asyncio.run(inner())
+    with patch.object(pool_module, "time", SimpleNamespace(monotonic=lambda: clock[0])):
+        asyncio.run(inner())
 
 
 async def use(model_pool: ModelPool, name: str) -> None:

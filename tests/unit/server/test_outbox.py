@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,9 +82,13 @@ def test_what_waits_is_bundled_where_many_are_open_and_only_there() -> None:
         assert [t for e in heard[0].items for t in e.tokens] == [0, 1, 2]
 
 
-def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end_come_first() -> None:
+def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard, calls, at = [Heard() for _ in range(4 * FEW)], list[Any](), [0.0]
-    box = Outbox(calls.append, lambda: at[0])
+    box = Outbox(calls.append)
+    clocks = SimpleNamespace(perf_counter=lambda: at[0], thread_time=time.thread_time)
+    monkeypatch.setattr("outrider.server.outbox.time", clocks)
 
     def step(number: int, some: range, finish: str | None = None) -> list[int]:
         """Who heard something in the window behind this step."""
