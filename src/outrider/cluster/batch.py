@@ -2,7 +2,7 @@
 
 It uses actors rather than Ray Data, because each result has to be on disk before its request is dropped, line by line.
 Ray Data hands out whole blocks, runs a block again when its actor dies, and needs pyarrow and pandas. What becomes of
-the lines of an actor that dies is pool.py.
+the lines of an actor that dies: server/batch.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from ..server.app import Server
-from ..server.batch import Answerer, BatchFile, BatchLine, BatchProgress, Json, offline_answer
+from ..server.batch import Answerer, BatchFile, BatchLine, BatchProgress, Json, WorkerLost, WorkerPool, offline_answer
 from ..types import OutriderError
 from .config import ClusterConfig
-from .pool import WorkerLost, WorkerPool
 from .run import connect
 
 

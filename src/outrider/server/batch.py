@@ -43,6 +43,7 @@ ROUTES: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/completions": CompletionRequest,
 }
 RETRY_S = 0.5
+MOST_DEATHS = 3
 Answerer = Callable[["BatchLine", str, Json], Awaitable[tuple[int, Json]]]  # (line, url, body) -> status and body
 
 
@@ -304,6 +305,50 @@ def receiving(body: bytes, gone: asyncio.Event) -> Receive:
         return {"type": "http.disconnect"}
 
     return receive
+
+
+class WorkerLost(Exception):
+    """The worker is gone."""
+
+
+@dataclass(eq=False)
+class _WorkerSlot:
+    worker: asyncio.Task[Answerer] | None = None  # that is being made, or is there
+    lines: int = 0  # that it has
+
+
+class WorkerPool:
+    """Answers lines with several workers. The lines of one that dies go to others, and another replaces it; a line that
+    was running in `MOST_DEATHS` deaths is refused: one poisonous request must not end the run."""
+
+    def __init__(self, make: Callable[[], Awaitable[Answerer]], workers: int) -> None:
+        """make: a worker; it and its calls raise WorkerLost if the worker dies."""
+        self._make, self._slots = make, [_WorkerSlot() for _ in range(workers)]
+
+    async def answer(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
+        for _ in range(MOST_DEATHS):
+            slot = min(self._slots, key=lambda s: s.lines)
+            slot.worker = worker = slot.worker or asyncio.ensure_future(self._made())
+            slot.lines += 1
+            try:
+                return await (await asyncio.shield(worker))(line, url, body)
+            except WorkerLost:
+                if slot.worker is worker:  # the first of its lines to learn of it
+                    slot.worker = None
+            finally:
+                slot.lines -= 1
+        message = f"{MOST_DEATHS} workers were lost while they had this request."
+        raise ApiError(500, message, code="engine_error")
+
+    async def _made(self) -> Answerer:
+        """No line is to blame for a worker that is lost while it loads."""
+        for _ in range(MOST_DEATHS):
+            try:
+                return await self._make()
+            except WorkerLost:
+                continue
+        lost = f"{MOST_DEATHS} workers in a row were lost while loading the model"
+        raise OutriderError(f"{lost}; results so far are kept")
 
 
 def seeded(body: Json, seed: int, custom_id: str) -> Json:

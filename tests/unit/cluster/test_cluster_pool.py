@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.pool import MOST_DEATHS, WorkerLost, WorkerPool
-from outrider.server.batch import BatchFile, BatchLine, BatchProgress, Json, read_lines
+from outrider.server.batch import (
+    MOST_DEATHS,
+    BatchFile,
+    BatchLine,
+    BatchProgress,
+    Json,
+    WorkerLost,
+    WorkerPool,
+    read_lines,
+)
 from outrider.types import OutriderError
 
 
