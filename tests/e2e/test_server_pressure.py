@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE, until
 from outrider.engine import text
 from outrider.server import app, grammars, runner
 from outrider.server.errors import ApiError
-from outrider.server.fair import FairExecutor, FairGate
+from outrider.server.fair import FairGate, lanes
 from outrider.server.grammar_source import GrammarSource
 from outrider.server.tokenizer_process import TokenizerProcess
 
@@ -93,14 +93,15 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
 
 def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
     async def run() -> None:
-        desk, done = FairExecutor(1, 10), threading.Event()
-        long = asyncio.create_task(desk.run("a", lambda: done.wait(PATIENCE), "long"))
-        seeing = [asyncio.create_task(desk.run(c, lambda: done.wait(PATIENCE), "images")) for c in "abcdefghij"]
+        desk, done = lanes(1, 10), threading.Event()
+        long = asyncio.create_task(desk["long"].run("a", lambda: done.wait(PATIENCE)))
+        seeing = [asyncio.create_task(desk["images"].run(c, lambda: done.wait(PATIENCE))) for c in "abcdefghij"]
         await asyncio.sleep(0)
-        assert await desk.run("b", lambda: 7) == 7 and not long.done() and not any(t.done() for t in seeing)
+        assert await desk["short"].run("b", lambda: 7) == 7 and not long.done() and not any(t.done() for t in seeing)
         done.set()
         assert await long
-        desk.close()
+        for lane in desk.values():
+            lane.close()
         gate = FairGate(2, 10, "a test")
         await gate.acquire("many")
         second = asyncio.create_task(gate.acquire("many"))

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from .answer import Answer, Json, Wire
 from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
-from .fair import FairExecutor, FairGate
+from .fair import FairExecutor, FairGate, Lane, lanes
 from .limits import Admission, Keys, RequestGuard
 from .metrics import ServerMetrics, route_of
 from .model_info import ServedModel
@@ -56,7 +56,7 @@ class ReceivedBody:
     raw: bytes
     client: str
     room: ExitStack  # closed when the text is done with: other large bodies of this client may come then
-    executor: FairExecutor
+    lanes: Mapping[Lane, FairExecutor]
 
     @property
     def long(self) -> bool:
@@ -64,7 +64,8 @@ class ReceivedBody:
 
     async def work(self, function: Callable[[], T], images: bool = False) -> T:
         """Off the event loop, in the client's turn. images: some may be decoded."""
-        return await self.executor.run(self.client, function, "images" if images else "long" if self.long else "short")
+        lane: Lane = "images" if images else "long" if self.long else "short"
+        return await self.lanes[lane].run(self.client, function)
 
     async def parsed(self, parse: Callable[[bytes], T]) -> T:
         return await self.work(lambda: read(self.raw, parse))
@@ -82,7 +83,7 @@ class Server:
         self.admission = Admission(settings)
         self.keys = Keys(settings)
         # one client may fill all places at once
-        self.executor = FairExecutor(READERS, max(MOST_WAITING, settings.max_concurrent))
+        self.lanes = lanes(READERS, max(MOST_WAITING, settings.max_concurrent))
         self.big_bodies = FairGate(BIG_BODIES, MOST_WAITING, "being read")
         self.metrics = ServerMetrics(pool, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
@@ -139,7 +140,7 @@ class Server:
                     if chunked or int(request.headers.get("content-length", 0)) > BIG_BODY:
                         await self.big_bodies.acquire(client)
                         room.callback(self.big_bodies.release, client)
-                    yield ReceivedBody(await request.body(), client, room, self.executor)
+                    yield ReceivedBody(await request.body(), client, room, self.lanes)
         except TimeoutError:
             raise timed_out(self.settings.timeout) from None
 
@@ -225,7 +226,8 @@ class Server:
         await self.batches.close()
         self.files.close()
         await self.pool.stop()
-        self.executor.close()
+        for lane in self.lanes.values():
+            lane.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 

@@ -180,11 +180,11 @@ class TurnQueue(FairGate):
 Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread, and the future of its result
 
 
-class _FairThreads:
-    """Threads and the work that waits for them. A thread goes from one piece to the next by itself, each client in its
-    turn; what is done goes back to the event loop together. A hundred small pieces wake both a few times."""
+class FairExecutor:
+    """A few threads that clients use in turn. A thread goes from one piece of work to the next by itself; what is done
+    goes back to the event loop together. A hundred small pieces wake both a few times."""
 
-    def __init__(self, threads: int, most_waiting: int, name: str) -> None:
+    def __init__(self, threads: int, most_waiting: int, name: str = "outrider-reader") -> None:
         self._threads, self._idle = ThreadPoolExecutor(threads, name), threads
         self._lock = threading.Lock()
         self._waiting: FairQueue[Piece] = FairQueue(most_waiting, "being read")
@@ -192,6 +192,7 @@ class _FairThreads:
         self._done: list[tuple[asyncio.Future[object], object, BaseException | None]] = []
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
+        """A cancelled caller's work keeps its thread until it is done: a thread can't be stopped."""
         loop = asyncio.get_running_loop()
         piece: Piece = (work, loop.create_future())
         with self._lock:
@@ -263,18 +264,8 @@ class _FairThreads:
 Lane = Literal["short", "long", "images"]
 
 
-class FairExecutor:
-    """A few threads that clients use in turn, for work that would block the event loop: reading bodies, tokenising.
-    Long work has a thread of its own, and so have images, whose threads mostly wait for decoding processes."""
-
-    def __init__(self, threads: int, most_waiting: int) -> None:
-        of: dict[Lane, int] = {"short": threads, "long": 1, "images": 8}
-        self._lanes = {lane: _FairThreads(n, most_waiting, f"outrider-reader-{lane}") for lane, n in of.items()}
-
-    async def run(self, client: str, work: Callable[[], T], lane: Lane = "short") -> T:
-        """A cancelled caller's work keeps its thread until it is done: a thread can't be stopped."""
-        return await self._lanes[lane].run(client, work)
-
-    def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+def lanes(threads: int, most_waiting: int) -> dict[Lane, FairExecutor]:
+    """Of work that would block the event loop: reading bodies, tokenising. Long work has a thread of its own, and so
+    have images, whose threads mostly wait for decoding processes."""
+    of: dict[Lane, int] = {"short": threads, "long": 1, "images": 8}
+    return {lane: FairExecutor(n, most_waiting, f"outrider-reader-{lane}") for lane, n in of.items()}

@@ -25,18 +25,17 @@ async def behind(executor: FairExecutor, client: str) -> tuple[asyncio.Task[Any]
 def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         executor, order, told = FairExecutor(1, 100), list[str](), list[int]()
-        lane = executor._lanes["short"]
-        tell = lane._tell
-        monkeypatch.setattr(lane, "_tell", lambda: (told.append(len(lane._done)), tell())[1])
+        tell = executor._tell
+        monkeypatch.setattr(executor, "_tell", lambda: (told.append(len(executor._done)), tell())[1])
         first, end = await behind(executor, "a")
         work = [asyncio.create_task(executor.run(who, lambda who=who: order.append(who))) for who in "aaaabb"]  # type: ignore[misc]
         await asyncio.sleep(0)
         end.set()
-        until(lambda: len(lane._done) == 7)  # the loop is busy while the thread works
+        until(lambda: len(executor._done) == 7)  # the loop is busy while the thread works
         await asyncio.gather(first, *work)
         assert order in (list("ababaa"), list("bababa"[:2] + "abaa")), "the one with more to do waits for itself"
         assert told == [7]
-        assert not lane._waiting and not lane._busy and lane._idle == 1
+        assert not executor._waiting and not executor._busy and executor._idle == 1
         executor.close()
 
     asyncio.run(run())
