@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -232,10 +233,11 @@ def test_clients_take_turns() -> None:
     asyncio.run(run())
 
 
-def test_a_client_alone_has_the_engine_and_shares_it_with_others() -> None:
+def test_a_client_alone_has_the_engine_and_shares_it_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         now = 0.0
-        turns = TurnQueue(4, spare=2, clock=lambda: now)
+        monkeypatch.setattr("outrider.server.fair.time", SimpleNamespace(monotonic=lambda: now))
+        turns = TurnQueue(4)
         for _ in range(4):
             await turns.acquire("many")
         fifth = asyncio.create_task(turns.acquire("many"))

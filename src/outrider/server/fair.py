@@ -148,13 +148,12 @@ RECENT_S = 10.0  # a client is active while it has a request here, and for this 
 
 class TurnQueue(FairGate):
     """Places in the engine, one per sequence: `places` sequences run at once. While several clients are active, each
-    may hold its share of them; a client that holds none can use one of the `spare` places. So a single client has the
+    may hold its share of them; a client that holds none can use one of the `SPARE` places. So a single client has the
     whole engine, and a client's first request starts at once."""
 
-    def __init__(self, places: int, spare: int = SPARE, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, places: int) -> None:
         super().__init__(places)
-        self._spare, self._clock = spare, clock
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, float] = {}  # when a client last gave back a place
 
     @property
     def waiting(self) -> int:
@@ -164,14 +163,14 @@ class TurnQueue(FairGate):
         return client in self._waiting.clients or not self._may(client)
 
     def release(self, client: str) -> None:
-        self._seen[client] = self._clock()
+        self._seen[client] = time.monotonic()
         super().release(client)
 
     def _may(self, client: str) -> bool:
         mine = len(self._held.get(client, ()))
         if not mine:
-            return self._all_held < self._places + self._spare
-        now = self._clock()
+            return self._all_held < self._places + SPARE
+        now = time.monotonic()
         self._seen = {c: t for c, t in self._seen.items() if now - t < RECENT_S}
         about = len({client, *self._held, *self._waiting.clients, *self._seen})
         return self._all_held < self._places and mine < max(1, self._places // about)
