@@ -1,8 +1,7 @@
 """`outrider batch --ray`: the pool's workers as Ray actors, each a whole engine.
 
-It uses actors rather than Ray Data, because each result has to be on disk before its request is dropped, line by line.
-Ray Data hands out whole blocks, runs a block again when its actor dies, and needs pyarrow and pandas. What becomes of
-the lines of an actor that dies: server/batch.py.
+Not Ray Data, which hands out whole blocks and runs a block again when its actor dies: each result has to be on disk
+before its request is dropped, line by line.
 """
 
 from __future__ import annotations

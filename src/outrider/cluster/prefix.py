@@ -2,9 +2,8 @@
 busy; else to the least loaded.
 
 A prefix is identified by bytes alone: the request's body from the first key that holds a prompt, cut into blocks, each
-named by a hash of itself and everything before it. Nothing is parsed or tokenised; prompts that differ in whitespace or
-in the order of keys count as different, which costs a prefill and never correctness. The map only estimates the
-replicas' caches: a replica that has evicted a prefix computes it again.
+named by a hash of itself and everything before it. Nothing is parsed or tokenised, and the map only estimates the
+replicas' caches: a wrong guess costs a prefill and never correctness.
 """
 
 from __future__ import annotations
@@ -68,11 +67,9 @@ class PrefixMap(Generic[R]):
 
 
 def rank(loads: Mapping[R, int], holders: Sequence[R], slack: int) -> list[list[R]]:
-    """Replicas in ranks of preference. Within a rank the least loaded is taken.
-
-    `loads`: requests per replica. A replica with the prefix is preferred while it has at most `slack` more requests
-    than the least loaded: waiting behind more costs more than computing the prefix again.
-    """
+    """Replicas in ranks of preference, within which the least loaded is taken. `loads`: requests per replica. One with
+    the prefix is preferred while it has at most `slack` more than the least loaded: waiting behind more costs more
+    than computing the prefix again."""
     if not loads:
         return []
     least = min(loads.values())

@@ -1,8 +1,7 @@
 """The policy of prefix.py as Ray Serve's request router.
 
-This is Serve's own extension point: Serve keeps the set of replicas, probes their queues, lets a full one reject,
-removes a dead one and counts waiting requests for autoscaling, which actor handles would not do. The router only gives
-an order of preference. The interface is marked alpha in Ray 2.60; only this file depends on it.
+Serve keeps the set of replicas, probes their queues, lets a full one reject and counts waiting requests for
+autoscaling; the router only gives an order of preference. The interface is marked alpha in Ray 2.60.
 """
 
 from __future__ import annotations

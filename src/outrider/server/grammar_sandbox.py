@@ -1,11 +1,10 @@
 """A sandbox process that tries grammars before the server compiles them (engine/child_process.py).
 
 A few bytes of schema can cost a compiler any amount of time and memory, or overflow its stack, and nothing inside a
-process can stop that. So this process holds a tokenizer and forks a child for each grammar under limits of
-processor time, address space and stack; the answer is whether the child compiled it, or which limit it exceeded.
-Its stdin is a socket, through which come the set-up and then a connection for every grammar. Each gets a process of its
-own, which ends with its connection. Trials leave most of the processor to decoding: an ordinary grammar takes
-milliseconds, and a longer one gets only idle processor time.
+process can stop that. So this process holds a tokenizer and forks for each grammar a child under limits of processor
+time, address space and stack, and another that tells how it ended: whether it compiled, or which limit it exceeded. A
+grammar comes with a connection of its own, and its trial ends with that. An ordinary one takes milliseconds; a longer
+one gets only idle processor time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokenises long texts in a separate process, so that they hold neither the GIL nor the cores that other requests need.
 
-Half a megabyte takes a tokenizer a second or two. The process has a low priority, so that decoding goes first, and
-takes one text after the other. It is started with the server, or with the first long text; if it has died, the text is
-tokenised here and the next one restarts it. Run as a script, this file is the process itself (engine/child_process.py).
+Half a megabyte takes a tokenizer a second or two. The process has a low priority and takes one text after the other; if
+it has died, the text is tokenised here and the next one restarts it. It is this file, run by engine/child_process.py.
 """
 
 from __future__ import annotations
