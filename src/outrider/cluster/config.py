@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSeriali
 
 from ..config import OPTIONS, LoadSettings
 from ..server.settings import ServerSettings, public_name
-from ..types import OutriderError
+from ..types import OutriderError, bad_input, require
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class ClusterConfig(BaseModel, frozen=True):
         given = {str(name).replace("-", "_"): value for name, value in fields.items()}
         if unknown := [name for name in given if name not in known]:
             raise OutriderError(f"{where}unknown field {unknown[0]!r}; known: {', '.join(known)}")
-        if "model" not in given:
-            raise OutriderError(f"{where}model is missing: say what to load, e.g. model: smollm2")
+        require("model" in given, f"{where}model is missing: say what to load, e.g. model: smollm2")
         if given.get("tree") is False:  # how YAML reads the word `off`
             given["tree"] = "off"
         for name, value in given.items():
@@ -112,12 +111,10 @@ class ClusterConfig(BaseModel, frozen=True):
     @classmethod
     def read(cls, path: Path, over: Mapping[str, object]) -> ClusterConfig:
         """From a YAML file, with some of its fields overridden."""
-        try:
-            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise OutriderError(f"cannot read {path}: {e}") from None
-        except yaml.YAMLError as e:
-            raise OutriderError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
+        with bad_input((OSError, UnicodeDecodeError), lambda e: f"cannot read {path}: {e}"):
+            text = path.read_text(encoding="utf-8")
+        with bad_input(yaml.YAMLError, lambda e: f"{path} is not YAML: {' '.join(str(e).split())}"):
+            fields = yaml.safe_load(text)
         if not isinstance(fields, dict):
             raise OutriderError(f"{path} must hold fields such as 'model: smollm2'")
         return cls.of({**fields, **over}, f"{path}: ")
@@ -140,26 +137,20 @@ class ClusterConfig(BaseModel, frozen=True):
 
     def placed(self, gpus: float) -> ClusterConfig:
         """A copy with the fields filled in that depend on the machines. gpus: of the whole cluster."""
-        load = self.load
+        load, parts = self.load, self.load.tensor_parallel
         wanted = load.device is None or load.device.startswith("cuda")
         per_replica = self.gpus_per_replica
         if per_replica is None:
-            per_replica = float(bool(gpus and wanted)) * load.tensor_parallel
-        if per_replica and load.tensor_parallel > 1 and per_replica != load.tensor_parallel:
-            raise OutriderError(
-                f"gpus_per_replica: {per_replica:g} with tensor_parallel {load.tensor_parallel}: a GPU a process; "
-                f"leave the first out"
-            )
-        if per_replica > gpus:
-            raise OutriderError(
-                f"gpus_per_replica: {per_replica:g}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines"
-            )
+            per_replica = float(bool(gpus and wanted)) * parts
+        one_each, asked = parts == 1 or per_replica in (0, parts), f"gpus_per_replica: {per_replica:g}"
+        require(one_each, f"{asked} with tensor_parallel {parts}: a GPU a process; leave the first out")
+        require(per_replica <= gpus, f"{asked}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         changes = {
             "gpus_per_replica": per_replica,
             "max_concurrent": concurrent,
             "target_queue": self.target_queue or float(concurrent),
-            "load": replace(load, threads=load.threads or max(1, int(self.cpus_per_replica / load.tensor_parallel))),
+            "load": replace(load, threads=load.threads or max(1, int(self.cpus_per_replica / parts))),
         }
         return self.model_copy(update=changes)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import ray
 from ray import serve
 
-from ..types import OutriderError
+from ..types import OutriderError, bad_input, require
 from .app import application
 from .config import ClusterConfig
 
@@ -67,10 +67,8 @@ def _reachable(address: str) -> None:
     """Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").partition(":")
     if port.isdigit():
-        try:
+        with bad_input(OSError, lambda e: f"no Ray cluster at {address}: {e.strerror or e}"):
             socket.create_connection((host, int(port)), timeout=10).close()
-        except OSError as e:
-            raise OutriderError(f"no Ray cluster at {address}: {e.strerror or e}") from None
 
 
 def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
@@ -95,12 +93,9 @@ def need_room(config: ClusterConfig) -> None:
     """Refuses replicas that do not fit on a cluster that cannot grow: they would never start."""
     for what, each in (("cpu", config.cpus_per_replica), ("gpu", config.gpus_per_replica or 0.0)):
         have, need = ray.cluster_resources().get(what.upper(), 0.0), config.replicas.low * each
-        if need > have:
-            raise OutriderError(
-                f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s and "
-                f"Ray has {have:g}; "
-                f"lower one of them, or start Ray with more: ray start --head --num-{what}s {need:g}"
-            )
+        asked = f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s"
+        more = f"lower one of them, or start Ray with more: ray start --head --num-{what}s {need:g}"
+        require(need <= have, f"{asked} and Ray has {have:g}; {more}")
 
 
 def stay() -> None:

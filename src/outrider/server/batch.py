@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastapi import Request
 from starlette.types import Message, Receive
 
-from ..types import OutriderError
+from ..types import OutriderError, bad_input, require
 from .answer import Json
 from .errors import ApiError, bad
 from .openai import OpenAIWire
@@ -73,17 +73,14 @@ class BadLine(Exception):
 
 def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
     """The requests of a file; blank lines are none. `salt` is what an answer depends on besides its line."""
-    if source.exists() and not (source.is_file() or source.is_dir()):
-        raise OutriderError(f"cannot read {source}: not a plain file, and a run reads its requests more than once")
-    try:
-        with source.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                text = raw.strip()
-                if text:
-                    digest = hashlib.sha256(salt.encode() + b"\n" + text).hexdigest()[:12]
-                    yield BatchLine(number, f"batch_req_{number}_{digest}", text)
-    except OSError as e:
-        raise OutriderError(f"cannot read {source}: {e.strerror}") from None
+    plain = not source.exists() or source.is_file() or source.is_dir()
+    require(plain, f"cannot read {source}: not a plain file, and a run reads its requests more than once")
+    with bad_input(OSError, lambda e: f"cannot read {source}: {e.strerror}"), source.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            text = raw.strip()
+            if text:
+                digest = hashlib.sha256(salt.encode() + b"\n" + text).hexdigest()[:12]
+                yield BatchLine(number, f"batch_req_{number}_{digest}", text)
 
 
 def first_model(source: Path) -> str:
@@ -106,13 +103,11 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise OutriderError(f"cannot write {path}: not a plain file, and results are read again when a run goes on")
-        try:
+        plain = not path.exists() or path.is_file() or path.is_dir()
+        require(plain, f"cannot write {path}: not a plain file, and results are read again when a run goes on")
+        with bad_input(OSError, lambda e: f"cannot write {path}: {e.strerror}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("a+b")
-        except OSError as e:
-            raise OutriderError(f"cannot write {path}: {e.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -142,8 +137,7 @@ class Results:
                 id = None
             if id is None:
                 raise OutriderError(f"{self._path}, line {number}: not a result of a batch; choose another --out")
-            if id in ids:
-                raise OutriderError(f"{self._path}, line {number}: a second result for {id}; choose another --out")
+            require(id not in ids, f"{self._path}, line {number}: a second result for {id}; choose another --out")
             ids.add(id)
         self._file.truncate(whole)
         self._file.seek(0, os.SEEK_END)
@@ -152,13 +146,11 @@ class Results:
     def append(self, rows: Sequence[Json]) -> None:
         if rows:
             lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows]
-            try:
+            again = "the same command goes on where this one was"
+            with bad_input(OSError, lambda e: f"cannot write {self._path}: {e.strerror}; {again}"):
                 self._file.write(b"".join(lines))
                 self._file.flush()
                 os.fsync(self._file.fileno())
-            except OSError as e:
-                again = "the same command goes on where this one was"
-                raise OutriderError(f"cannot write {self._path}: {e.strerror}; {again}") from None
 
 
 async def answer_lines(
@@ -195,16 +187,12 @@ class BatchFile:
         """Answers the lines without a result, once, `most` at a time. Engines go on while results are written."""
         salt = f"{self.model} {self.seed}"
         known = [line.id for line in read_lines(self.source, salt)]
-        if not known:
-            raise OutriderError(f"{self.source} holds no request")
+        require(bool(known), f"{self.source} holds no request")
         with Results(self.out) as results:
             finished = results.finished()
-            strange = finished.difference(known)
-            if strange:
-                raise OutriderError(
-                    f"{self.out} holds results of other requests, of another model or of another --seed "
-                    f"({min(strange)}): choose another --out"
-                )
+            strange, others = finished.difference(known), "other requests, of another model or of another --seed"
+            told = f"{self.out} holds results of {others} ({min(strange, default='')}): choose another --out"
+            require(not strange, told)
             progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
             names: dict[str, int] = {}
             for line in read_lines(self.source, salt) if finished else ():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..types import OutriderError
+from ..types import OutriderError, require
 from .answer import Json
 from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, answered_body, read_lines
 from .errors import INTERNAL, ApiError, bad, where
@@ -126,8 +126,7 @@ class Batches(ClientStore[Batch]):
         try:
             salt = batch.id
             batch.total = await asyncio.to_thread(lambda: sum(1 for _ in read_lines(batch.source.path, salt)))
-            if not batch.total:
-                raise OutriderError("the file holds no request")
+            require(batch.total > 0, "the file holds no request")
             batch.become("in_progress")
             lines, most = read_lines(batch.source.path, salt), self._server.settings.max_concurrent
             async with aclosing(answer_lines(lines, {}, 0, partial(self._answer, batch), most)) as found:

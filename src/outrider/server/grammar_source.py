@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Literal, cast
 
 from ..engine.grammar import WHITESPACE, schema_grammar
-from ..types import Json, OutriderError
+from ..types import Json, OutriderError, require
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, JSON_CLOSE, JSON_OPEN
 
 Kind = Literal["json_schema", "regex", "gbnf", "choice", "json_calls", "gemma_calls"]
@@ -299,6 +299,5 @@ class _Gemma:
         node: Json = self.root
         for part in ref.removeprefix("#").strip("/").split("/") if ref != "#" else []:
             node = node.get(part) if isinstance(node, Mapping) else None
-        if not ref.startswith("#") or node is None:
-            raise OutriderError(f"{self.where}: the reference {ref!r} points nowhere")
+        require(ref.startswith("#") and node is not None, f"{self.where}: the reference {ref!r} points nowhere")
         return node

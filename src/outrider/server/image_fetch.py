@@ -14,7 +14,7 @@ import time
 from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from ..types import OutriderError
+from ..types import OutriderError, bad_input, require
 
 MAX_BYTES = 20 << 20
 SECONDS = 10.0  # of wall time for one image, from the look-up to the last byte
@@ -43,8 +43,7 @@ def fetch_image(url: str, hosts: str) -> bytes:
     """The bytes behind an address. Blocks; every failure is a one-line error. hosts: those that may be asked, by
     commas: HOST, or HOST:PORT for another port than its scheme's."""
     named = frozenset(host.strip().lower() for host in hosts.split(",") if host.strip())
-    if not named:
-        raise OutriderError(OFF)
+    require(bool(named), OFF)
     host, port, path, secure = _parts(url, named)
     deadline = time.monotonic() + SECONDS
     try:
@@ -60,11 +59,9 @@ def fetch_image(url: str, hosts: str) -> bytes:
 
 
 def _parts(url: str, hosts: frozenset[str]) -> tuple[str, int, str, bool]:
-    try:
+    with bad_input((ValueError, KeyError), lambda _: f"{url[:60]!r} is not an address of an image"):
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
-    except (ValueError, KeyError):
-        raise OutriderError(f"{url[:60]!r} is not an address of an image") from None
     named = host if port == PORTS[parts.scheme] else f"{host}:{port}"
     if named not in hosts or "@" in parts.netloc:
         raise OutriderError(f"images are not fetched from {named[:80]!r}: --allow-image-hosts does not name it")
@@ -93,8 +90,7 @@ def _get(host: str, port: int, path: str, secure: bool, address: str, deadline: 
         body = bytearray()
         while part := answer.read1(1 << 16):
             body += part
-            if len(body) > MAX_BYTES:
-                raise OutriderError(f"the image from {host[:80]} has more than {MAX_BYTES:,} bytes")
+            require(len(body) <= MAX_BYTES, f"the image from {host[:80]} has more than {MAX_BYTES:,} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
             raw.settimeout(left())

@@ -9,7 +9,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated
 
-from ..types import OutriderError, require
+from ..types import OutriderError, bad_input, require
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LEAST = {"max_concurrent": 1, "max_connections": 1, "max_body": 1024}
@@ -92,25 +92,20 @@ class ServerSettings:
 
 def check_certificate(certificate: Path, key: Path | None) -> None:
     """Now, and not after the model was loaded."""
-    try:
+    what = f"{certificate}" + (f" with {key}" if key is not None else "")
+    wrong = (OSError, ValueError)  # ssl's own errors are OSErrors
+    with bad_input(wrong, lambda e: f"can't use the certificate {what}: {getattr(e, 'strerror', None) or e}"):
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
-    except (OSError, ValueError) as e:  # ssl's own errors are OSErrors
-        what = f"{certificate}" + (f" with {key}" if key is not None else "")
-        why = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise OutriderError(f"can't use the certificate {what}: {why}") from None
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
     """Keys from the option and from a file (one a line, # starts a comment)."""
     keys = [key] if key else []
     if file is not None:
-        try:
+        with bad_input((OSError, UnicodeDecodeError), lambda e: f"can't read the API keys in {file}: {e}"):
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise OutriderError(f"can't read the API keys in {file}: {e}") from e
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
-            raise OutriderError(f"{file} holds no API key; write one a line")
+        require(bool(found), f"{file} holds no API key; write one a line")
         keys += found
     return tuple(keys)
 

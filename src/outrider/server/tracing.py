@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..types import OutriderError
+from ..types import bad_input
 from .answer import Answer
 
 if TYPE_CHECKING:
@@ -28,13 +28,11 @@ class Tracing:
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
         """Spans go to a collector by OTLP over HTTP, in batches, off the event loop."""
-        try:
+        with bad_input(ModuleNotFoundError, lambda e: f"--otel-endpoint needs {e.name}: pip install 'outrider[otel]'"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ModuleNotFoundError as e:
-            raise OutriderError(f"--otel-endpoint needs {e.name}: pip install 'outrider[otel]'") from None
         resource = Resource.create({"service.name": "outrider", "service.version": __version__})
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
