@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..server.settings import ServerSettings, read_keys
 from .config import ClusterConfig
-from .ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused
+from .ingress import Forward, Ingress, ReplicaLost, ReplicaRefused
 from .router import PrefixRouter
 from .totals import Snapshot
 
@@ -82,7 +82,7 @@ class RayReplicas:
         except BackPressureError as e:
             raise ReplicaRefused from e
         except DeploymentUnavailableError as e:
-            raise NoReplica from e
+            raise TimeoutError from e
         except BaseException:  # closed or cancelled
             response.cancel()
             raise

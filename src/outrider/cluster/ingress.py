@@ -66,16 +66,12 @@ class ReplicaRefused(Exception):
     """Every replica is full, and so is the queue."""
 
 
-class NoReplica(Exception):
-    """There is no replica, and none is starting."""
-
-
 class ReplicaSet(Protocol):
     """The replicas, as the ingress sees them."""
 
     def send(self, request: Forward) -> AsyncIterator[str | list[Message]]:
         """Yields the name of the replica that has accepted it, then the messages of its answer. Closed early, the
-        replica drops the request."""
+        replica drops the request. TimeoutError: there is no replica, and none is starting."""
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
@@ -158,7 +154,7 @@ class Ingress:
                 if attempt < self._retries:
                     self._retried.inc()
                     log.warning("a replica was lost before its answer began: the request goes to another")
-            except (TimeoutError, NoReplica):
+            except TimeoutError:
                 break
             except ReplicaRefused:
                 raise ApiError(429, "Every replica is full.", retry_after=1, code="server_full") from None

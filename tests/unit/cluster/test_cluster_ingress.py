@@ -14,7 +14,7 @@ from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
-from outrider.cluster.ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused
+from outrider.cluster.ingress import Forward, Ingress, ReplicaLost, ReplicaRefused
 from outrider.cluster.replica import Replica
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
 from outrider.server.batch import receiving
@@ -59,7 +59,7 @@ class Pair:
         if fate == "full":
             raise ReplicaRefused
         if fate == "nobody":
-            raise NoReplica
+            raise TimeoutError
         if fate == "silence":
             await asyncio.sleep(60)
         if fate == "dead":
