@@ -146,7 +146,7 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         upscale_delay_s=config.upscale_delay,
         downscale_delay_s=config.downscale_delay,
     )
-    scale = {"num_replicas": bounds.low} if bounds.fixed else {"autoscaling_config": scaling}
+    scale = {"num_replicas": bounds.low} if bounds.low == bounds.high else {"autoscaling_config": scaling}
     # without those whose change needs no new engines
     engine_fields = {k: v for k, v in config.fields().items() if k not in SCALING}
     engines = serve.deployment(

@@ -35,12 +35,8 @@ class ReplicaCount:
                 return made
         raise ValueError("it must be a number such as 2, or bounds such as 2..8")
 
-    @property
-    def fixed(self) -> bool:
-        return self.low == self.high
-
     def __str__(self) -> str:
-        return str(self.low) if self.fixed else f"{self.low}..{self.high}"
+        return str(self.low) if self.low == self.high else f"{self.low}..{self.high}"
 
 
 Text = Annotated[str, Field(min_length=1)]

@@ -40,9 +40,6 @@ class PrefixMap(Generic[R]):
         self._most = most
         self._seen: OrderedDict[bytes, dict[R, None]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def sent(self, keys: Sequence[bytes], replica: R) -> None:
         for key in reversed(keys):  # so that the ends of prompts are evicted first
             self._seen.setdefault(key, {})[replica] = None

@@ -71,7 +71,7 @@ def _reachable(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
+def deploy(config: ClusterConfig, ours: bool) -> None:
     """Returns when every replica answers. A running cluster is updated one replica at a time; no request fails."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
     if ours:
@@ -86,7 +86,6 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
         told = re.findall(r"OutriderError: (.*)", reasons)
         unknown = f"the replicas did not start: {_first_line(e)} {reasons[:500]}"
         raise OutriderError(told[-1] if told else unknown) from None
-    return placed
 
 
 def need_room(config: ClusterConfig) -> None:

@@ -7,7 +7,6 @@ server works for a cluster. The last known counters of a removed replica stay in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -31,8 +30,9 @@ class Snapshot:
     metrics: str  # the text of its own /metrics
 
 
-class Totals:
+class Totals(Collector):
     def __init__(self) -> None:
+        self._families: list[Metric] = []
         self._last: dict[str, dict[Key, float]] = {}  # counters by replica, including lost ones
         self._older: dict[Key, float] = {}
 
@@ -45,7 +45,11 @@ class Totals:
         for name in gone[: max(0, len(gone) - MOST_GONE)]:
             for key, value in self._last.pop(name).items():
                 self._older[key] = self._older.get(key, 0.0) + value
-        return generate_latest(_Page(self._pages(families, replicas))) + generate_latest(own)
+        self._families = self._pages(families, replicas)
+        return generate_latest(self) + generate_latest(own)
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
     def _pages(self, families: dict[str, list[Metric]], replicas: list[Snapshot]) -> list[Metric]:
         out: dict[str, Metric] = {}
@@ -70,17 +74,10 @@ class Totals:
                 sums[key] += value
         for key, total in family_of.items():
             total.add_sample(key[0], dict(key[1]), sums[key])
-        name, ready = "outrider_cluster_replicas", sum(s.healthy for s in replicas)
-        there = GaugeMetricFamily(name, "Replicas that answer.", value=len(replicas))
-        return [*out.values(), there, GaugeMetricFamily(f"{name}_ready", "Replicas whose engine runs.", value=ready)]
-
-
-class _Page(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+        there, ready = len(replicas), sum(s.healthy for s in replicas)
+        gauges = [GaugeMetricFamily("outrider_cluster_replicas", "Replicas that answer.", value=there)]
+        gauges.append(GaugeMetricFamily("outrider_cluster_replicas_ready", "Replicas whose engine runs.", value=ready))
+        return [*out.values(), *gauges]
 
 
 def _key(name: str, labels: dict[str, str]) -> Key:

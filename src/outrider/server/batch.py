@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -114,10 +114,7 @@ class Results:
             self._file.close()
             raise OutriderError(f"another run is writing {path}; wait for it or choose another --out") from None
 
-    def __enter__(self) -> Results:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with suppress(OSError):  # a full disk was reported when it was written
             self._file.close()
 
@@ -166,7 +163,7 @@ async def answer_lines(
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            yield [task.result() for task in done]
+            yield await asyncio.gather(*done)
     finally:
         for task in running:
             task.cancel()
@@ -188,7 +185,7 @@ class BatchFile:
         salt = f"{self.model} {self.seed}"
         known = [line.id for line in read_lines(self.source, salt)]
         require(bool(known), f"{self.source} holds no request")
-        with Results(self.out) as results:
+        with closing(Results(self.out)) as results:
             finished = results.finished()
             strange, others = finished.difference(known), "other requests, of another model or of another --seed"
             told = f"{self.out} holds results of {others} ({min(strange, default='')}): choose another --out"

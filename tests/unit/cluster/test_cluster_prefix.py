@@ -34,14 +34,14 @@ def test_the_longest_beginning_wins_and_the_dead_are_forgotten() -> None:
     assert seen.holders([b"9"], alive) == [] and seen.holders([], alive) == []
     assert seen.holders([b"1", b"2", b"3"], {"a": 0}) == ["a"]
     seen.gone("b")
-    assert seen.holders([b"1", b"2", b"3"], alive) == ["a"] and len(seen) == 2
+    assert seen.holders([b"1", b"2", b"3"], alive) == ["a"] and len(seen._seen) == 2
 
 
 def test_the_map_is_bounded() -> None:
     seen: PrefixMap[str] = PrefixMap(most=4)
     for i in range(100):
         seen.sent([b"root", b"%d" % i], "a")
-    assert len(seen) == 4 and seen.holders([b"root"], {"a": 0}) == ["a"]
+    assert len(seen._seen) == 4 and seen.holders([b"root"], {"a": 0}) == ["a"]
 
 
 def test_a_busy_holder_is_passed_over() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_results_of_something_else_are_not_continued(tmp_path: Path, seed: int, 
 
 def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
-    with Results(out), pytest.raises(OutriderError, match="another run"):
+    with closing(Results(out)), pytest.raises(OutriderError, match="another run"):
         run(source, out)
     for notes in (
         "my notes\n",
