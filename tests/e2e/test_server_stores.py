@@ -15,6 +15,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import until
 
+from outrider.server import stores
 from outrider.server.app import Server
 from outrider.server.batch import BatchFile, answer_file
 from outrider.server.errors import ApiError
@@ -182,8 +183,10 @@ def test_batches_that_cannot_run(served: Served) -> None:
     assert rows(client, batch.error_file_id)["a"]["error"]["code"] == "mismatched_url"
 
 
-def test_the_file_store_is_bounded() -> None:
-    store = FileStore(most=2, most_bytes=10)
+def test_the_file_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MOST_FILES", 2)
+    monkeypatch.setattr(stores, "MOST_FILE_BYTES", 10)
+    store = FileStore()
     a = store.new("c", "a", "batch")
     store.append(a, b"12345678")
     b = store.new("c", "b", "batch")
@@ -243,11 +246,13 @@ def test_what_is_not_stored_cannot_be_gone_on_from(served: Served) -> None:
     assert counted.status_code == 400
 
 
-def test_the_response_store_is_bounded() -> None:
-    store = ResponseStore(most=3, most_bytes=400)
+def test_the_response_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MOST_RESPONSES", 3)
+    monkeypatch.setattr(stores, "MOST_RESPONSE_BYTES", 400)
+    store = ResponseStore()
     for i in range(5):
         store.put("c", [], [], {"id": f"r{i}"})
-    assert len(store) == 3 and store.get("c", "r2").response == {"id": "r2"}
+    assert len(store._of) == 3 and store.get("c", "r2").response == {"id": "r2"}
     store.put("c", [], [], {"id": "r5"})  # r3 was used least recently
     with pytest.raises(ApiError):
         store.get("c", "r3")
@@ -256,7 +261,7 @@ def test_the_response_store_is_bounded() -> None:
     store.put("c", [], [{"text": "x" * 500}], {"id": "bigger"})
     assert store.bytes <= 400 and store.get("c", "big")
     store.delete("c", "big")
-    assert store.bytes == len(store) == 0
+    assert store.bytes == len(store._of) == 0
     store.put("c", [{"role": "user", "content": "\ud800ü"}], [], {"id": "r"})
     assert store.get("c", "r").messages == [{"role": "user", "content": "\ud800ü"}] and store.bytes > 40
     assert not any(map(gc.is_tracked, store._of.values())), "nothing that a collection walks"

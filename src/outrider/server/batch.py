@@ -260,9 +260,8 @@ def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
 
 async def offline_answer(server: Server, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
     told = await answered(server, "", line, url, body)
-    if not server.pool.healthy:
-        kept = "results so far are kept, start again to go on"
-        raise OutriderError(f"the engine failed {MAX_FAILURES} times in a row; {kept}")
+    kept = "results so far are kept, start again to go on"
+    require(server.pool.healthy, f"the engine failed {MAX_FAILURES} times in a row; {kept}")
     return told
 
 

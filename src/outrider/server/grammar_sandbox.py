@@ -68,7 +68,12 @@ class GrammarSandbox:
     def _try(self, source: GrammarSource, pipe: int) -> None:
         out: dict[str, object]
         try:
-            self._limits()
+            os.nice(10)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
+            resource.setrlimit(resource.RLIMIT_AS, (_size() + self.memory,) * 2)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, self.seconds)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             text = self._compile(source)
             out = {"text": text, "bytes": max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024}
@@ -87,14 +92,6 @@ class GrammarSandbox:
             raise OutriderError(f"it makes a grammar of {len(text)} characters; {4 * MAX_CHARS} are allowed")
         self.compiler.compile(text).rehearse()
         return text
-
-    def _limits(self) -> None:
-        os.nice(10)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
-        resource.setrlimit(resource.RLIMIT_AS, (_size() + self.memory,) * 2)
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, self.seconds)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ..engine.child_process import ChildLost, ChildProcess
 from ..engine.grammar import CompiledGrammar, GrammarCompiler
@@ -66,8 +67,8 @@ class Grammars:
                 return known
             said = await self._trial(source)
             if "error" in said:
-                self._keep(source, _Kept(str(said["error"]), REFUSAL, client))
-                raise _refusal(source, str(said["error"]))
+                self._keep(source, _Kept(said["error"], REFUSAL, client))
+                raise _refusal(source, said["error"])
             return await self._compile(source, said, client)
 
     @cached_property
@@ -96,15 +97,14 @@ class Grammars:
             raise _refusal(source, known)
         return known
 
-    async def _compile(self, source: GrammarSource, said: dict[str, object], client: str) -> CompiledGrammar:
-        text, size = str(said["text"]), said["bytes"]
-        assert isinstance(size, int)
+    async def _compile(self, source: GrammarSource, said: dict[str, Any], client: str) -> CompiledGrammar:
+        text = said["text"]
         try:
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(self._thread, lambda: self._compiler.compile(text))
         except OutriderError as e:
             raise _refusal(source, str(e)) from e
-        self._keep(source, _Kept(grammar, size + len(text), client))
+        self._keep(source, _Kept(grammar, said["bytes"] + len(text), client))
         return grammar
 
     def _keep(self, source: GrammarSource, made: _Kept) -> None:
@@ -117,7 +117,7 @@ class Grammars:
             most = of.most_common(1)[0][0]
             del self._kept[next(digest for digest, kept in self._kept.items() if kept.client == most)]
 
-    async def _trial(self, source: GrammarSource) -> dict[str, object]:
+    async def _trial(self, source: GrammarSource) -> dict[str, Any]:
         """The sandbox's answer, through a connection of its own: closed, it ends what it has set going."""
         try:
             mine = await asyncio.to_thread(self._sandbox.connect)
@@ -126,7 +126,7 @@ class Grammars:
                 writer.write(json.dumps([source.kind, source.payload, source.field]).encode() + b"\n")
                 await reader.readexactly(1)  # it begins
                 async with asyncio.timeout(PATIENCE):
-                    answer: dict[str, object] = json.loads(await reader.read())
+                    answer: dict[str, Any] = json.loads(await reader.read())
                 return answer
             finally:
                 writer.transport.abort()

@@ -69,8 +69,7 @@ class ServerMetrics:
         self.queued = histogram("queue_seconds", "Arrival of a call to its submission.")
         self.ignored = counter("ignored_fields", "Fields that were sent and change nothing.", ["field"])
         self.aborted = counter("requests_aborted", "Clients that went away, and time-outs.")
-        flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
-        flight.set_function(in_flight)
+        Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r).set_function(in_flight)
         build = Gauge("outrider_build_info", "Always 1.", ["version", "python", "torch"], registry=r)
         build.labels(__version__, platform.python_version(), torch.__version__).set(1)
         ProcessCollector(registry=r)  # memory, processor time, file descriptors, start

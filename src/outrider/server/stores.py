@@ -74,9 +74,8 @@ class ClientStore(Generic[T]):
 
 
 class FileStore(ClientStore[StoredFile]):
-    def __init__(self, most: int = MOST_FILES, most_bytes: int = MOST_FILE_BYTES) -> None:
+    def __init__(self) -> None:
         super().__init__("file")
-        self._most, self._most_bytes = most, most_bytes
 
     @cached_property
     def _folder(self) -> tempfile.TemporaryDirectory[str]:
@@ -88,16 +87,16 @@ class FileStore(ClientStore[StoredFile]):
         return sum(file.size for file in self._of.values())
 
     def new(self, client: str, name: str, purpose: str) -> StoredFile:
-        if len(self._of) >= self._most:
-            message = f"{self._most} files are stored here, which is all there is room for: delete some."
+        if len(self._of) >= MOST_FILES:
+            message = f"{MOST_FILES} files are stored here, which is all there is room for: delete some."
             raise ApiError(413, message, code="storage_full")
         file = StoredFile(client, name[:200], purpose, Path(self._folder.name) / uuid.uuid4().hex)
         self._of[file.id] = file
         return file
 
     def append(self, file: StoredFile, data: bytes) -> None:
-        if self.total_bytes + len(data) > self._most_bytes:
-            message = f"The stored files would take more than {self._most_bytes >> 20} MiB together: delete some."
+        if self.total_bytes + len(data) > MOST_FILE_BYTES:
+            message = f"The stored files would take more than {MOST_FILE_BYTES >> 20} MiB together: delete some."
             raise ApiError(413, message, code="storage_full")
         with file.path.open("ab") as out:
             out.write(data)
@@ -154,23 +153,19 @@ class ResponseStore:
     hence the lock. They are kept as JSON text: as objects, 64 MB of it could be a gigabyte, which every full garbage
     collection walks."""
 
-    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_RESPONSE_BYTES) -> None:
-        self._most, self._most_bytes = most, most_bytes
+    def __init__(self) -> None:
         self._of: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._of)
-
     def put(self, client: str, messages: list[Json], items: list[Json], response: Json) -> None:
         text = json.dumps([messages, items, response])
-        if len(text) > self._most_bytes:
+        if len(text) > MOST_RESPONSE_BYTES:
             return
         with self._lock:
             self._of[client, str(response["id"])] = text
             self.bytes += len(text)
-            while len(self._of) > self._most or self.bytes > self._most_bytes:
+            while len(self._of) > MOST_RESPONSES or self.bytes > MOST_RESPONSE_BYTES:
                 self.bytes -= len(self._of.popitem(last=False)[1])
 
     def get(self, client: str, id: str, param: str | None = None) -> StoredResponse:
