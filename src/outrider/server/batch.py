@@ -86,12 +86,10 @@ def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
 def first_model(source: Path) -> str:
     """The model named by the first line that names one."""
     for line in read_lines(source, ""):
-        try:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             name = json.loads(line.text)["body"]["model"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-        if isinstance(name, str) and name:
-            return name
+            if isinstance(name, str) and name:
+                return name
     raise OutriderError(f"no line of {source} names a model in its body; give --model")
 
 

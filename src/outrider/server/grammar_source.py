@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, cast
+from typing import Any, Literal
 
 from ..engine.grammar import WHITESPACE, schema_grammar
 from ..types import Json, OutriderError, require
@@ -64,24 +64,21 @@ def build(source: GrammarSource) -> str:
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(source.payload))
             return str(llguidance.LLMatcher.grammar_from_lark(f"start: {words}"))
         calls = json.loads(source.payload)
-        functions = [
-            (str(name), cast(dict[str, Json], close_objects(parameters))) for name, parameters in calls["functions"]
-        ]
+        functions = [(str(name), close_objects(parameters)) for name, parameters in calls["functions"]]
         if source.kind == "json_calls":
             text = json_calls(functions, calls["most"])
         else:
             text = gemma_calls(functions, calls["most"], lambda token: int(calls["ids"][token]))
         if "format" in calls:  # a call, or an answer of this form
-            form = cast(dict[str, object], close_objects(calls["format"]))
-            schema = json.dumps({**form, "x-guidance": {"whitespace_pattern": WHITESPACE}})
-            text = f"start: calls | answer\nanswer: %json {schema}\n" + text.replace("start: ", "calls: ", 1)
+            form = {**close_objects(calls["format"]), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+            text = f"start: calls | answer\nanswer: %json {json.dumps(form)}\n" + text.replace("start: ", "calls: ", 1)
         return str(llguidance.LLMatcher.grammar_from_lark(text))
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise OutriderError(f"it can't be turned into a grammar: {why}") from e
 
 
-def close_objects(schema: object) -> object:
+def close_objects(schema: object) -> Any:
     """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others.
     Parts of an `allOf` stay open, since together they describe one object."""
     shared: set[str] = set()

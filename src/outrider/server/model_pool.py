@@ -274,11 +274,9 @@ class ModelPool:
         there.sort(key=lambda s: (s.users > 0, s.used))
         over = sum(s.size for s in there) + wanted.size - self.limit
         out: list[PoolSlot] = []
-        for slot in there:
-            if over <= 0:
-                break
-            out.append(slot)
-            over -= slot.size
+        while over > 0 and there:
+            out.append(there.pop(0))
+            over -= out[-1].size
         return out
 
     def _tend(self) -> None:
