@@ -208,8 +208,8 @@ def _part(kind: str, halves: tuple[np.ndarray, ...], q: np.ndarray) -> Weight:
 
 
 def cluster_hashes(tokens: Tensor) -> Tensor:
-    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster (cluster_bonus_phase of
-    draft.h)."""
+    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster
+    (`cluster_bonus_phase`, draft.h)."""
     clusters, size = tokens.shape
     padded = torch.zeros((-(-clusters // LANES) * LANES, size), dtype=torch.int64)
     padded[:clusters] = token_hash(tokens)
