@@ -35,7 +35,8 @@ class Thoughts(CharParser):
         self._began = False  # a thought or content
         self._blank = ""  # white space held back: it is dropped at the edges of thoughts
         self._fresh = True  # nothing but white space since the last edge
-        self._inside = opened_by(form, prompt_tail)
+        # some templates end the prompt with the opening tag: then the answer begins inside the thoughts
+        self._inside = prompt_tail.rstrip().endswith(form.open + ("thought" if form.header else ""))
         if self._inside:
             self._begin()
         super().__init__()
@@ -98,9 +99,3 @@ class Thoughts(CharParser):
                 self._fresh = False  # leading blanks belong to the answer when no thought came before it
             self._out.append(OutputPart(kind, char if self._fresh else self._blank + char))
             self._blank, self._fresh = "", False
-
-
-def opened_by(form: ThoughtFormat, prompt_tail: str) -> bool:
-    """Some templates end the prompt with the opening tag, so that the answer begins inside the thoughts."""
-    tail = prompt_tail.rstrip()
-    return tail.endswith(form.open + "thought" if form.header else form.open)

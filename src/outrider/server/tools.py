@@ -25,6 +25,7 @@ GEMMA_HEAD = re.compile(rf"\s*call\s*:\s*({NAME})\s*")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True": "true", "False": "false"}
 CLOSERS = {"{": "}", "[": "]", '"': '"'}
+BEGINNINGS = {"": "{,[]", "{": '"}'}  # of a call's object: what may follow, white space apart
 MAX_HEAD = 160  # characters between the opening tag and the arguments
 
 
@@ -141,7 +142,8 @@ class GemmaCalls(_Calls):
         self._args(comma)
         self._push('"' if text else char)
         if self._stack[-1] == '"':
-            yield from self._quoted() if text else self._string()
+            inside = self._until(TagParser(GEMMA_QUOTE), lambda text: self._args(_dumps(text)[1:-1]))
+            yield from inside if text else self._string()
             self._pop()
         return False
 
@@ -150,16 +152,6 @@ class GemmaCalls(_Calls):
         known = WORDS.get(text) or (text if NUMBER.fullmatch(text) else _dumps(text) if text else missing)
         self._args(comma + known if known else "")
         self._comma = ","
-
-    def _quoted(self) -> Reading[None]:
-        quote, tag = TagParser(GEMMA_QUOTE), None
-        try:
-            while tag is None:
-                free, tag = quote.feed((yield))
-                self._args(_dumps(free)[1:-1])
-        except EndOfText as e:
-            self._args(_dumps(quote.flush())[1:-1] if e.complete else "")
-            raise
 
     def _string(self) -> Reading[None]:
         escaped = False
@@ -204,16 +196,16 @@ class JsonCalls(_Calls):
 
     def _object(self, close: TagParser) -> Reading[bool]:
         """The next object: up to its last brace or, outside of strings, the closing tag. False: the block ended."""
-        text, stage, nesting = "", "before", _Nesting()
+        text, stage, nesting = "", "head", _Nesting()
         try:
             while True:
                 char = yield
                 self._raw.append(char)  # a long text by += would be copied for every character
                 free, tag = (char, None) if nesting.quoted else close.feed(char)
                 for char in free:
-                    if stage in ("before", "open") and not char.isspace():
-                        stage = _next_stage(stage, char)
-                    if stage == "before":
+                    if stage == "head" and not char.isspace() and char not in BEGINNINGS.get(text.strip(), char):
+                        raise _Broken
+                    if not text and char != "{":
                         continue
                     text += char
                     nesting.feed(char)
@@ -241,7 +233,7 @@ class JsonCalls(_Calls):
         """The end of an object, which closes what is open."""
         if stage == "args":
             self._args("".join(reversed(nesting.open[1:])))
-        elif stage == "head":
+        elif stage == "head" and text:
             self._whole(text + "".join(reversed(nesting.open)))
 
     def _whole(self, text: str) -> None:
@@ -256,15 +248,6 @@ class JsonCalls(_Calls):
         self._call(name)
         whole = _dumps(given if isinstance(given, dict) else {})
         self._args(whole.encode("utf-8", "replace").decode())  # a ? for each lone surrogate
-
-
-def _next_stage(stage: str, char: str) -> str:
-    """Of an object, at a character that is no white space, before its brace or behind it."""
-    if stage == "before" and char in "{,[]":
-        return "open" if char == "{" else stage
-    if stage == "open" and char in '"}':
-        return "head"
-    raise _Broken
 
 
 class _Nesting:
