@@ -23,7 +23,6 @@ from starlette.exceptions import HTTPException
 
 from .. import __version__
 from ..engine.text import LONG
-from ..types import OutriderError
 from .answer import Answer, Json, Wire
 from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
@@ -33,10 +32,10 @@ from .limits import Admission, Keys, RequestGuard
 from .metrics import ServerMetrics, route_of
 from .model_info import ServedModel
 from .model_pool import LoadedModel, ModelPool
+from .ollama import untagged
 from .prepare import Preparer
 from .recorder import PromptRecorder
 from .routes import add_routes
-from .runner import EngineError
 from .schema import ChatRequest, Named
 from .scoring import score
 from .settings import ServerSettings
@@ -121,7 +120,7 @@ class Server:
             several = len(self.pool.slots) > 1 and got.raw
             named = await got.parsed(Named.model_validate_json) if several else Named()
             with ExitStack() as stack:
-                model, _ = await unless_gone(request, self.borrow(request, got, named.model, stack))
+                model, _ = await unless_gone(request, self.borrow(request, got, untagged(named.model), stack))
                 # rendered off the loop, too: a long text has many tokens
                 return await got.work(
                     lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))),
@@ -133,6 +132,8 @@ class Server:
         """A request's body, and a limit on the time for everything inside. A large one is read when it is its client's
         turn; until then it stays with its client."""
         client = request.state.client
+        if self.admission.closing:
+            raise shutting_down()
         try:
             with ExitStack() as room:
                 async with asyncio.timeout(self.settings.timeout):
@@ -161,8 +162,6 @@ class Server:
 
     async def _call(self, request: Request, wire: Wire) -> Call:
         began = time.monotonic()
-        if self.admission.closing:
-            raise shutting_down()
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         curls = kind == CURLS and "origin" not in request.headers  # a page of a browser says where it comes from
         if kind != "application/json" and not kind.endswith("+json") and not curls:
@@ -214,12 +213,7 @@ class Server:
             )
         await score(model, answer, client)
         if not model.turns.would_wait(client):
-            try:
-                await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
-            except OutriderError as e:
-                raise ApiError(400, str(e)) from e
-            except EngineError as e:
-                raise ApiError(500, str(e)) from e
+            await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
         return call
 
     async def close(self) -> None:

@@ -1,5 +1,4 @@
-"""A submitted job: reads its events until the end, the deadline, or the client's disconnect, and writes them as they
-come.
+"""A submitted job: its events are written as they come, until the end, the deadline or the client's disconnect.
 
 A disconnect, a client that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what still
 runs and frees its places.
@@ -68,11 +67,19 @@ class Call:
     async def begin(self) -> None:
         """Wait for our turn and hand the job to the engine, once."""
         if not self._begun:
-            await self._submit(self._job.requests[0])
+            try:
+                await self._submit(self._job.requests[0])
+            except (OutriderError, EngineError) as e:
+                raise self._failure(e) from e
             if len(self._job.requests) > 1:
                 self._others = asyncio.ensure_future(self._submit_others())
             self._begun = True
             self._server.metrics.queued.observe(time.monotonic() - self._began)
+
+    def _failure(self, error: OutriderError | EngineError) -> ApiError:
+        if isinstance(error, OutriderError):
+            return ApiError(400, str(error), code="request_failed")
+        return shutting_down() if self._server.admission.closing else ApiError(500, f"{error}.", code="engine_error")
 
     async def _submit_others(self) -> None:
         for request in self._job.requests[1:]:
@@ -162,12 +169,8 @@ class Call:
                 if event is not None and event.finish_reason is not None:
                     self._release(event.id)
                 yield event
-        except OutriderError as e:  # the engine found out while running that it cannot serve this request
-            raise ApiError(400, str(e), code="request_failed") from e
-        except EngineError as e:
-            if self._server.admission.closing:
-                raise shutting_down() from e
-            raise ApiError(500, f"{e}.", code="engine_error") from e
+        except (OutriderError, EngineError) as e:  # found while running
+            raise self._failure(e) from e
         finally:
             waiting.cancel()
 
