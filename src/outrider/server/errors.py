@@ -50,10 +50,13 @@ class ApiError(Exception):
     @property
     def reason(self) -> str:
         """For logs: the kind of error, without any text of the request."""
-        return self.code or TYPES.get(self.status, "invalid_request" if self.status < 500 else "server_error")
+        return self.code or self._kind("server_error")
+
+    def _kind(self, ours: str) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else ours)
 
     def body(self) -> dict[str, object]:
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = self._kind("server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
@@ -66,8 +69,7 @@ class ApiError(Exception):
         if path.startswith("/api/"):
             return {"error": self.message}
         if path.startswith("/v1/messages"):
-            kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            return {"type": "error", "error": {"type": self._kind("api_error"), "message": self.message}}
         if path.endswith("/responses") and self.param == "messages":
             self.param = "input"
         return self.body()
@@ -89,10 +91,9 @@ class ContextOverflow(ApiError):
 
     def body_for(self, path: str) -> dict[str, object]:
         """As Anthropic words it, for its clients."""
-        if not path.startswith("/v1/messages"):
-            return super().body_for(path)
-        message = f"prompt is too long: {self._tokens} tokens > {self._most} maximum"
-        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+        if path.startswith("/v1/messages"):
+            self.message = f"prompt is too long: {self._tokens} tokens > {self._most} maximum"
+        return super().body_for(path)
 
 
 def where(error: BaseException) -> str:
@@ -110,6 +111,11 @@ def api_error(error: Exception, request_id: str) -> ApiError:
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
+
+
+def bad_if(wrong: object, message: str, param: str | None = None) -> None:
+    if wrong:
+        raise bad(message, param)
 
 
 def shutting_down() -> ApiError:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .prepare import Preparer
 
 NEVER = "2318-01-01T00:00:00Z"  # a model stays until its place is needed; clients want a date
+CONTEXT = ("max_model_len", "context_length", "context_window", "max_input_tokens", "max_tokens")  # names for it
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -85,12 +86,11 @@ class ModelInfo:
 
     @property
     def details(self) -> Json:
-        families = [self.family] if self.family else []
         return {
             "parent_model": "",
             "format": self.format,
             "family": self.family,
-            "families": families,
+            "families": [self.family] if self.family else [],
             "parameter_size": self.parameter_size,
             "quantization_level": self.quantization,
         }
@@ -159,14 +159,10 @@ def card(slot: PoolSlot, started: int) -> Json:
         "owned_by": "outrider",
         "root": slot.name,
         "parent": None,
-        "max_model_len": context,
-        "context_length": context,
-        "context_window": context,
+        **dict.fromkeys(CONTEXT, context),
         "type": "model",
         "display_name": slot.name,
         "created_at": when(started),
-        "max_input_tokens": context,
-        "max_tokens": context,
         "meta": {k: v or None for k, v in meta.items()},
         "outrider": {"max_context": context, "drafter": slot.note, "state": slot.state, "bytes": slot.size},
     }
@@ -217,7 +213,7 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
         capabilities += ["insert"] if prepare.infill is not None else []
         capabilities += ["vision"] if prepare.sees else []
         capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
-        sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.sampling.defaults(OLLAMA).items())
+        sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.defaults(OLLAMA).items())
     return {
         "modelfile": "",
         "license": "",
@@ -234,7 +230,7 @@ def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
     """llama.cpp's, with the sampling that each protocol's requests get where they say nothing."""
     files = preparer.tokenizer.files
     protocols = (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
-    sampling = {name: preparer.sampling.defaults(protocol) for name, protocol in protocols}
+    sampling = {name: preparer.defaults(protocol) for name, protocol in protocols}
     params = {"n_predict": -1, **sampling["openai"]}
     settings = {"n_ctx": preparer.backend.max_context, "params": params, "is_processing": False}
     return {

@@ -7,14 +7,16 @@ here and raised as an `ApiError`, so that a request which reaches the engine run
 from __future__ import annotations
 
 import json
+import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
 from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
+from ..engine.grammar import AllowedTokens
 from ..engine.images import continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
@@ -22,21 +24,21 @@ from ..engine.text import LONG
 from ..types import OutriderError, SamplingParams
 from .answer import Job
 from .dialect import Dialect, Infill, in_turns, spell_out_tools
-from .errors import ContextOverflow, bad, check_size
+from .errors import ContextOverflow, bad, bad_if, check_size
 from .grammar_source import MAX_CALLS, GrammarSource
 from .image_fetch import fetch_image
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText
 from .reasoning import Thoughts
-from .sampling import RequestSampling
 from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, PredictedOutput
 from .settings import ServerSettings
+from .spellings import UNCHANGED
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
 
 
 class Preparer:
     def __init__(self, backend: ServedModel, settings: ServerSettings) -> None:
-        self.backend, self._settings = backend, settings
+        self.backend, self._settings, self.name = backend, settings, settings.model_name
         self.tokenizer = backend.tokenizer
         self._longest_token = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
         self.dialect = Dialect.of(backend.tokenizer)
@@ -44,18 +46,16 @@ class Preparer:
         # Gemma 4 hands over to the tool with this token
         self._hand_over = () if (token := self._tag(GEMMA_RESPONSE)) is None else (token,)
         self.infill = Infill.of(self.tokenizer)
-        self.sampling = RequestSampling(backend, self._encode, gemma_tools=self.dialect.tools == "gemma4")
 
     def job(self, body: ChatRequest | CompletionRequest) -> Job:
         return self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
 
     def _chat(self, body: ChatRequest) -> Job:
-        use_tools = bool(body.tools) and body.tool_choice != "none"
-        forced = use_tools and body.tool_choice not in (None, "auto")
+        forced = body.uses_tools and body.tool_choice not in (None, "auto")
         grammar = format_ = self._format(body)
-        prompt = self._prompt(body, use_tools)
+        prompt = self._prompt(body)
         ids = self.fitting(prompt.ids, "messages", self.kept(body.truncate_prompt_tokens, body.truncation_side))
-        if forced or (use_tools and format_ is not None):
+        if forced or (body.uses_tools and format_ is not None):
             grammar = self._tool_grammar(body, format_ if not forced else None)
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
@@ -64,25 +64,25 @@ class Preparer:
 
         def parser() -> Parser:
             thoughts = Thoughts(self.dialect.thoughts, tail)
-            if not use_tools:
+            if not body.uses_tools:
                 return thoughts if format_ is None else PlainText()
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        params = self.sampling.params(body, body.alternatives, self._hand_over if body.tools else ())
+        params = self._params(body, body.alternatives, self._hand_over if body.tools else ())
         n, last = body.n or 1, body.messages[-1]
         requests = self._requests(body, [ids], params, n, self._hint(body.prediction))
         echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
         return Job(body, requests, parser, params.seed, n, echoes, grammar)
 
     def _completion(self, body: CompletionRequest) -> Job:
-        prompts = body.prompts
+        prompts = body.prompt
         kept = self.kept(body.truncate_prompt_tokens, body.truncation_side)
         made = [self._filled_in(p, body.suffix) if body.suffix else self.prompt_ids(p, "prompt", kept) for p in prompts]
         encoded = [self.fitting(ids, "prompt", kept) for ids in made]
         n = max(body.best_of or 1, body.n or 1)
         asked = 0 if body.logprobs is None and n > (body.n or 1) else body.logprobs  # to know which are the best
         ends = self.infill.ends if body.suffix and self.infill is not None else ()
-        params = self.sampling.params(body, asked, ends)
+        params = self._params(body, asked, ends)
         requests = self._requests(body, encoded, params, n)
         echoes: tuple[str, ...] = ()
         if body.echo:
@@ -94,64 +94,47 @@ class Preparer:
     def _requests(
         self, body: Common, prompts: list[list[int]], params: SamplingParams, n: int, hint: tuple[int, ...] = ()
     ) -> list[Request]:
-        """`n` for each prompt."""
+        """`n` for each prompt, with both bounds of an answer's length as far as the context has room behind it."""
         asked = body.outrider.draft_tokens
         k, group = None if asked == "auto" else asked, uuid.uuid4().hex
-        return [
-            Request(
-                f"{group}-{p * n + i}",
-                ids,
-                replace(fitting, seed=(params.seed + i) & (2**63 - 1)),
-                draft_tokens=k,
-                drafter=k != 0,
-                images=getattr(ids, "images", ()),
-                hint=hint,
-            )
-            for p, (ids, fitting) in enumerate((ids, self.sampling.fit(params, ids)) for ids in prompts)
-            for i in range(n)
-        ]
+        out: list[Request] = []
+        for ids in prompts:
+            most = max(1, min(params.max_tokens, self.backend.max_context - len(ids)))
+            fitting = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+            images = getattr(ids, "images", ())
+            for i in range(n):
+                seeded = replace(fitting, seed=(params.seed + i) & (2**63 - 1))
+                id = f"{group}-{len(out)}"
+                out.append(Request(id, ids, seeded, draft_tokens=k, drafter=k != 0, images=images, hint=hint))
+        return out
 
     # ---- before any work
 
-    def answers(self, body: Common) -> int:
+    def answers(self, body: ChatRequest | CompletionRequest) -> int:
         """The number of answers of a call; refuses too many before the text is read."""
-        n = body.n or 1
-        many = n
-        if isinstance(body, CompletionRequest):
-            n = max(n, body.best_of or 1)
-            listed = (
-                body.prompt if isinstance(body.prompt, list) and not isinstance(next(iter(body.prompt), 0), int) else []
-            )
-            self._check_answers(n, n * len(listed))  # before any of them is looked at
-            prompts = body.prompts
-            if not prompts or any(not p for p in prompts):
-                raise bad("The prompt is empty.", "prompt")
-            many = n * len(prompts)
-            for prompt in prompts if body.truncate_prompt_tokens is None else ():
-                self.check_length(prompt, "prompt")
-        elif isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
-            self._check_length(sum(len(m.text) for m in body.messages), "messages", True)
-        self._check_answers(n, many)
+        n, prompts, field = body.n or 1, list[str | list[object]](), "prompt"
+        if isinstance(body, ChatRequest):
+            prompts, field = ["".join(m.text for m in body.messages)], "messages"
+        else:
+            n, prompts = max(n, body.best_of or 1), body.prompt
+            bad_if(not prompts or not all(prompts), "The prompt is empty.", "prompt")
+        many, most = n * len(prompts), self._settings
+        allowed = f"n can be at most {most.max_choices}, prompts times n at most {most.max_answers}"
+        refused = n > most.max_choices or many > most.max_answers
+        bad_if(refused, f"This call asks for {many} answers; {allowed}.", "n")
+        for prompt in prompts if body.truncate_prompt_tokens is None else ():
+            self.check_length(prompt, field)
         return many
 
-    def _check_answers(self, n: int, many: int) -> None:
-        if n > self._settings.max_choices or many > self._settings.max_answers:
-            most = self._settings
-            allowed = f"n can be at most {most.max_choices}, prompts times n at most {most.max_answers}"
-            raise bad(f"This call asks for {many} answers; {allowed}.", "n")
-
     def check_length(self, prompt: str | list[object], field: str) -> None:
-        """Refuses a text that is certainly too long before it is tokenised."""
-        self._check_length(len(prompt), field, isinstance(prompt, str))
-        for part in prompt if isinstance(prompt, list) else ():
-            if isinstance(part, str):
-                self._check_length(len(part), field, True)
-
-    def _check_length(self, length: int, field: str, text: bool) -> None:
-        """No token is longer than the longest one, so a text beyond this many characters can't fit."""
-        tokens = length // self._longest_token if text else length
+        """Refuses a prompt that is certainly too long before it is tokenised: no token of a text is longer than the
+        longest one."""
+        texts = [prompt] if isinstance(prompt, str) else [part for part in prompt if isinstance(part, str)]
+        tokens = max([len(text) // self._longest_token for text in texts], default=0)
+        if isinstance(prompt, list):
+            tokens = max(tokens, len(prompt))
         if tokens > self.longest_prompt:
-            raise self._overflow(tokens, field, at_least=text)
+            raise self._overflow(tokens, field, at_least=bool(texts))
 
     def _overflow(self, tokens: int, field: str, at_least: bool = False) -> ContextOverflow:
         return ContextOverflow(tokens, self.longest_prompt, self.backend.max_context, field, at_least)
@@ -166,10 +149,10 @@ class Preparer:
     def conversation(self, body: ChatRequest) -> ChatPrompt:
         """The model's prompt for it."""
         self.answers(body)
-        return self._prompt(body, bool(body.tools) and body.tool_choice != "none")
+        return self._prompt(body)
 
     def tokens(self, text: str, special: bool) -> list[int]:
-        self._check_length(len(text), "prompt", True)
+        self.check_length(text, "prompt")
         return self._encode(text, bos=special)
 
     def prompt_ids(self, prompt: str | list[object], field: str, keep: slice | None = None) -> list[int]:
@@ -182,20 +165,25 @@ class Preparer:
             if keep is None:
                 self._check_beginning(prompt, field)
             return self._encode(prompt, bos=True)
-        if not any(isinstance(part, str) for part in prompt):
-            return self.token_ids(prompt, field)
         ids: list[int] = []
+        last = self.backend.vocab_size - 1
         for i, part in enumerate(prompt):
-            ids += self._encode(part, bos=i == 0) if isinstance(part, str) else self.token_ids([part], field)
+            if isinstance(part, str):
+                ids += self._encode(part, bos=i == 0)
+            elif isinstance(part, int) and not isinstance(part, bool) and 0 <= part <= last:
+                ids.append(part)
+            else:
+                shown = part if isinstance(part, int) else type(part).__name__
+                raise bad(f"{field}: a token id must be an integer in 0..{last}, got {shown}.", field)
         return ids
 
     def kept(self, asked: int | None, side: str | None) -> slice | None:
         """The tokens that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and too many are refused."""
         if asked is None:
             return None
-        if asked == 0 or asked > self.longest_prompt:
-            raise bad(f"truncate_prompt_tokens must be -1 or in 1..{self.longest_prompt}.", "truncate_prompt_tokens")
-        most = self.longest_prompt if asked == -1 else asked
+        field, most = "truncate_prompt_tokens", self.longest_prompt
+        bad_if(asked == 0 or asked > most, f"{field} must be -1 or in 1..{most}.", field)
+        most = most if asked == -1 else asked
         return slice(most) if side == "right" else slice(-most, None)
 
     def fitting(self, ids: list[int], field: str, keep: slice | None) -> list[int]:
@@ -210,25 +198,15 @@ class Preparer:
             raise bad("suffix: this model has no tokens for filling in the middle of a text; leave it out.", "suffix")
         if not isinstance(prompt, str):
             raise bad("suffix needs a prompt that is a text.", "suffix")
-        self._check_length(len(suffix), "suffix", True)
+        self.check_length(suffix, "suffix")
         for text, field in ((prompt, "prompt"), (suffix, "suffix")):
             self._check_beginning(text, field)
         first, second, third = self.infill.marks
         before, after = self._encode(prompt, bos=False), self._encode(suffix, bos=False)
         return [*self._encode("", bos=True), first, *before, second, *after, third]
 
-    def token_ids(self, prompt: Sequence[object], field: str = "prompt") -> list[int]:
-        ids: list[int] = []
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.backend.vocab_size:
-                shown = token if isinstance(token, int) else type(token).__name__
-                last = self.backend.vocab_size - 1
-                raise bad(f"{field}: a token id must be an integer in 0..{last}, got {shown}.", field)
-            ids.append(token)
-        return ids
-
-    def _prompt(self, body: ChatRequest, use_tools: bool) -> ChatPrompt:
-        tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if use_tools else None
+    def _prompt(self, body: ChatRequest) -> ChatPrompt:
+        tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.uses_tools else None
         messages = [self._message(m) for m in body.messages]
         images = [image for m in body.messages for image in m.images]
         if images and (body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None):
@@ -251,8 +229,7 @@ class Preparer:
             effort = body.reasoning_effort
             options = {"enable_thinking": effort != "none", "reasoning_effort": effort, **options}
         for name in options:
-            if reserved(name):
-                raise bad(f"chat_template_kwargs can't set '{name[:40]}'.", "chat_template_kwargs")
+            bad_if(reserved(name), f"chat_template_kwargs can't set '{name[:40]}'.", "chat_template_kwargs")
         last = str(messages.pop()["content"]) if body.continue_final_message else ""
         begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:
@@ -261,10 +238,12 @@ class Preparer:
                 prompt = replace(prompt, ids=self._with_images(prompt.ids, images))
             if not last:
                 return prompt
-            ids = continued(prompt.ids, self._continued(last))
+            # as text: what the beginning of an answer spells of control tokens is left out
+            text = [t for t in self.tokenizer.encode(last) if t not in self.tokenizer.special_ids]
+            ids = continued(prompt.ids, text)
             return ChatPrompt(ids, prompt.written + last, prompt.text + last)
         except OutriderError as e:
-            raise bad(_one_line(e), "messages", "template_error") from e
+            raise bad(" ".join(str(e).split())[:300], "messages", "template_error") from e
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e
 
@@ -280,14 +259,10 @@ class Preparer:
     def sees(self) -> bool:
         return not isinstance(self.backend.vision, str)
 
-    def _continued(self, text: str) -> list[int]:
-        """The beginning of an answer, as text: what it spells of control tokens is left out."""
-        return [t for t in self.tokenizer.encode(text) if t not in self.tokenizer.special_ids]
-
     def _hint(self, prediction: PredictedOutput | None) -> tuple[int, ...]:
         if prediction is None:
             return ()
-        self._check_length(len(prediction.text), "prediction", True)
+        self.check_length(prediction.text, "prediction")
         return tuple(self._encode(prediction.text, bos=False))
 
     def _message(self, message: Message) -> dict[str, JsonValue]:
@@ -329,6 +304,66 @@ class Preparer:
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)
 
+    # ---- sampling
+
+    def defaults(self, protocol: Mapping[str, float]) -> dict[str, float]:
+        """What a request that says nothing gets: what the model's maker says, else the protocol's."""
+        return {**UNCHANGED, **(self.tokenizer.files.sampling or protocol)}
+
+    def _params(
+        self, body: ChatRequest | CompletionRequest, logprobs: int | None, ends: tuple[int, ...]
+    ) -> SamplingParams:
+        """ends: tokens that end an answer besides the model's own."""
+        limit = body.limit
+        seed = body.seed if body.seed is not None else secrets.randbits(31)
+        same = ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
+        asked = {name: getattr(body, name) for name in same}
+        asked["repetition_penalty"] = body.repetition_penalty or body.repeat_penalty
+        chosen = {
+            name: default if getattr(body, name) is None else getattr(body, name)
+            for name, default in self.defaults(body.defaults).items()
+        }
+        bias: dict[int, float] = {}
+        never: list[tuple[int, ...]] = []
+        for key, value in (body.logit_bias or {}).items():
+            for token in (key,) if isinstance(key, int) else self._encode(key, bos=False):
+                if value is False:
+                    never.append((token,))
+                else:
+                    bias[token] = float(value)
+        vocab, allowed = self.backend.vocab_size, body.allowed_token_ids
+        for field, ids in (
+            ("logit_bias", [*bias, *(t for w in never for t in w)]),
+            ("stop_token_ids", body.stop_token_ids),
+            ("allowed_token_ids", allowed),
+        ):
+            most = max(ids or (), default=0)
+            bad_if(most >= vocab, f"{field}: {most} is outside the vocabulary (0..{vocab - 1}).", field)
+        words = body.bad_words or []  # as they begin a text, and as they follow another
+        spelled = [self._encode(way, bos=False) for word in words for way in (word, f" {word.removeprefix(' ')}")]
+        params = SamplingParams(
+            temperature=chosen["temperature"],
+            logit_bias=bias,
+            top_k=max(0, int(chosen["top_k"])),
+            top_p=max(chosen["top_p"], 1e-6),  # 0 keeps the most likely token, as the peers have it
+            min_p=chosen["min_p"],
+            bad_words=(*never, *dict.fromkeys(tuple(ids) for ids in spelled if ids)),
+            grammar=None if allowed is None else AllowedTokens(allowed, vocab),
+            stop=tuple(filter(None, body.stop or ())),
+            include_stop=bool(body.include_stop_str_in_output),
+            stop_token_ids=(*(body.stop_token_ids or ()), *ends),
+            max_tokens=max(self.backend.max_context, body.min_tokens or 0) if limit is None else max(1, limit),
+            seed=seed & (2**63 - 1),
+            logprobs=logprobs,
+            # its tags of tool calls are control tokens
+            keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",
+            **{k: v for k, v in asked.items() if v is not None},
+        )
+        try:
+            return params.validate(vocab)
+        except OutriderError as e:
+            raise bad(str(e)) from e
+
     # ---- grammars
 
     def _format(self, body: Common) -> GrammarSource | None:
@@ -337,10 +372,10 @@ class Preparer:
         if not formats:
             return None
         field, kind, what = formats[0]
-        if len(formats) > 1:
-            raise bad(f"{field} and {formats[1][0]} both say what the answer must be; send one.", formats[1][0])
-        if body.allowed_token_ids is not None:
-            raise bad(f"allowed_token_ids can't be combined with {field}.", "allowed_token_ids")
+        other = formats[-1][0]
+        bad_if(len(formats) > 1, f"{field} and {other} both say what the answer must be; send one.", other)
+        both = body.allowed_token_ids is not None
+        bad_if(both, f"allowed_token_ids can't be combined with {field}.", "allowed_token_ids")
         return GrammarSource(kind, what if isinstance(what, str) else _dumps(what, field), field)
 
     def _tool_grammar(self, body: ChatRequest, format_: GrammarSource | None = None) -> GrammarSource:
@@ -366,7 +401,3 @@ def _dumps(value: object, field: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as e:
         raise bad(f"{field}: it nests too deep.", field) from e
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,11 +15,10 @@ from .. import __version__
 from . import adapters, anthropic, model_info, ollama, responses, scoring, text_routes
 from .answer import Json, Wire
 from .batches import BatchRequest
-from .call import unless_gone
-from .errors import ApiError, shutting_down
+from .errors import ApiError
 from .openai import OpenAIWire
 from .prepare import Preparer
-from .schema import ChatRequest, CompletionRequest, Named
+from .schema import ChatRequest, CompletionRequest
 from .stores import form
 
 if TYPE_CHECKING:
@@ -31,6 +29,7 @@ PAGE_FILES = {p.name: p for p in sorted(PAGE.iterdir()) if p.suffix in (".html",
 STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 ERRORS: dict[int | str, dict[str, object]] = {s: {"description": "An error object"} for s in STATUSES}
 COUNTED = "response.input_tokens"  # what OpenAI and llama.cpp call a count of tokens
+ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -40,44 +39,25 @@ class Routes:
     def __init__(self, app: FastAPI) -> None:
         self._app = app
 
-    def post(self, path: str, shape: type[BaseModel] | None, answer: Handler, method: str = "POST") -> None:
+    def post(
+        self, path: str, shape: type[BaseModel] | None, answer: Handler, method: str = "POST", seen: bool | None = None
+    ) -> None:
         async def handle(request: Request) -> Response:
             return await answer(request)
 
-        self._add(method, path, handle, path.startswith("/v1"), ERRORS, shape)
-
-    def get(self, path: str, tell: Callable[[str], object], seen: bool = True) -> None:
-        """tell: of the client."""
-
-        async def handle(request: Request) -> Response:
-            return _response(tell(request.state.client))
-
-        self._add("GET", path, handle, seen, {})
-
-    def one(self, method: str, path: str, tell: Callable[[str, str], object], seen: bool = True) -> None:
-        """Of the thing that the path's {id} names. tell: (client, id)."""
-
-        async def handle(request: Request, id: str) -> Response:
-            return _response(tell(request.state.client, id))
-
-        self._add(method, path, handle, seen, {404: ERRORS[404]})
-
-    def _add(
-        self,
-        method: str,
-        path: str,
-        handle: Callable[..., Awaitable[Response]],
-        seen: bool,
-        errors: dict[int | str, dict[str, object]],
-        shape: type[BaseModel] | None = None,
-    ) -> None:
-        body = _request_body(shape) if seen and shape is not None else None
+        extra = _request_body(shape) if shape is not None else {"parameters": [ID]} if "{id" in path else {}
+        shown = path.startswith("/v1") if seen is None else seen
         add = self._app.add_api_route
-        add(path, handle, methods=[method], responses=errors, name=path, openapi_extra=body, include_in_schema=seen)
+        add(path, handle, methods=[method], responses=ERRORS, name=path, openapi_extra=extra, include_in_schema=shown)
 
+    def tell(self, path: str, told: Callable[..., object], seen: bool = True, method: str = "GET") -> None:
+        """told: of the client, and of the thing that the path's {id} names."""
 
-def _response(told: object) -> Response:
-    return told if isinstance(told, Response) else JSONResponse(told)
+        async def answer(request: Request) -> Response:
+            found = told(request.state.client, *request.path_params.values())
+            return found if isinstance(found, Response) else JSONResponse(found)
+
+        self.post(path, None, answer, method, seen)
 
 
 @cache
@@ -99,19 +79,15 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     def speak_ollama(path: str, shape: type[BaseModel], chat: bool) -> None:
         async def answer(request: Request) -> Response:
-            if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:
-                async with server.received(request) as got:
-                    if ollama.asks_nothing(got.raw):
-                        asked = await got.parsed(Named.model_validate_json)
-                        if server.admission.closing:
-                            raise shutting_down()
-                        with ExitStack() as stack:
-                            name = ollama.untagged(asked.model)
-                            model, _ = await unless_gone(request, server.borrow(request, got, name, stack))
-                            return JSONResponse(ollama.OllamaWire(chat).loaded(model.name))
+            small = 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL
+            if small and ollama.asks_nothing(await request.body()):
+                return await server.look(request, lambda _, preparer: ollama.OllamaWire(chat).loaded(preparer.name))
             return await server.answer(request, ollama.OllamaWire(chat))
 
         post(path, shape, answer)
+
+    def embed(path: str, shape: type[scoring.EmbeddingsRequest], told: Callable[..., Json]) -> None:
+        post(path, shape, partial(scoring.embeddings, server, shape, told))
 
     def look(path: str, shape: type[BaseModel] | None, work: Callable[[bytes, Preparer], Json]) -> None:
         post(path, shape, lambda request: server.look(request, work), "GET" if shape is None else "POST")
@@ -130,19 +106,19 @@ def add_routes(app: FastAPI, server: Server) -> None:
         speak(f"{base}/chat/completions", ChatRequest, lambda _: OpenAIWire(ChatRequest))
         count(f"{base}/chat/completions/input_tokens", ChatRequest, lambda _: OpenAIWire(), object=COUNTED)
         speak(f"{base}/completions", CompletionRequest, lambda _: OpenAIWire(CompletionRequest))
-        post(f"{base}/embeddings", scoring.EmbeddingsRequest, partial(scoring.openai_embeddings, server))
+        embed(f"{base}/embeddings", scoring.EmbeddingsRequest, scoring.openai_told)
         speak(f"{base}/responses", responses.ResponsesRequest, responses_wire)
         count(f"{base}/responses/input_tokens", responses.ResponsesRequest, responses_wire, object=COUNTED)
         seen, path = bool(base), f"{base}/responses/{{id}}"
-        routes.one("GET", path, lambda client, id: server.responses.get(client, id).response, seen)
-        routes.one("GET", f"{path}/input_items", server.responses.items, seen)
-        routes.one("DELETE", path, server.responses.delete, seen)
+        routes.tell(path, lambda client, id: server.responses.get(client, id).response, seen)
+        routes.tell(f"{path}/input_items", server.responses.items, seen)
+        routes.tell(path, server.responses.delete, seen, method="DELETE")
     for path, add in (("/v1/messages", speak), ("/v1/messages/count_tokens", count)):
         add(path, anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
     speak_ollama("/api/chat", ollama.ChatBody, chat=True)
     speak_ollama("/api/generate", ollama.GenerateBody, chat=False)
-    post("/api/embed", scoring.EmbedBody, partial(scoring.ollama_embeddings, server))
-    post("/api/embeddings", scoring.OldEmbedBody, partial(scoring.old_ollama_embeddings, server))
+    embed("/api/embed", scoring.EmbedBody, scoring.ollama_told)
+    embed("/api/embeddings", scoring.OldEmbedBody, lambda _, vectors, count, model: {"embedding": vectors[0]})
     look("/tokenize", text_routes.TokenizeRequest, text_routes.tokenize)
     look("/detokenize", text_routes.DetokenizeRequest, text_routes.detokenize)
     look("/apply-template", ChatRequest, text_routes.apply_template)
@@ -153,8 +129,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
     _stores(routes, server)
     _information(routes, server)
     _ollama_information(routes, server)
-    routes.get("/", lambda client: _page(client, "index.html"), seen=False)
-    routes.one("GET", "/page/{id}", _page, seen=False)
+    routes.tell("/", lambda client: _page(client, "index.html"), seen=False)
+    routes.tell("/page/{id}", _page, seen=False)
 
 
 def _stores(routes: Routes, server: Server) -> None:
@@ -181,14 +157,16 @@ def _stores(routes: Routes, server: Server) -> None:
         return files.delete(file)
 
     routes.post("/v1/files", None, upload)
-    routes.get("/v1/files", files.listed)
-    routes.one("GET", "/v1/files/{id}", lambda client, id: files.get(client, id).told())
-    routes.one("GET", "/v1/files/{id}/content", content)
-    routes.one("DELETE", "/v1/files/{id}", delete)
+    routes.tell("/v1/files", files.listed)
+    routes.tell("/v1/files/{id}", lambda client, id: files.get(client, id).told())
+    routes.tell("/v1/files/{id}/content", content)
+    routes.tell("/v1/files/{id}", delete, method="DELETE")
     routes.post("/v1/batches", BatchRequest, create)
-    routes.get("/v1/batches", batches.listed)
-    routes.one("GET", "/v1/batches/{id}", lambda client, id: batches.get(client, id).told())
-    routes.one("POST", "/v1/batches/{id}/cancel", lambda client, id: batches.cancel(batches.get(client, id)).told())
+    routes.tell("/v1/batches", batches.listed)
+    routes.tell("/v1/batches/{id}", lambda client, id: batches.get(client, id).told())
+    routes.tell(
+        "/v1/batches/{id}/cancel", lambda client, id: batches.cancel(batches.get(client, id)).told(), method="POST"
+    )
 
 
 def _information(routes: Routes, server: Server) -> None:
@@ -226,16 +204,16 @@ def _information(routes: Routes, server: Server) -> None:
         ]
 
     for base in ("/v1", ""):
-        routes.get(f"{base}/models", cards, seen=bool(base))
-        routes.one("GET", f"{base}/models/{{id:path}}", card, seen=bool(base))
+        routes.tell(f"{base}/models", cards, seen=bool(base))
+        routes.tell(f"{base}/models/{{id:path}}", card, seen=bool(base))
     for path in ("/health", "/readyz", "/v1/health", "/ping"):
-        routes.get(path, health, seen=path in ("/health", "/readyz"))
-    routes.get("/livez", lambda _: {"status": "alive"})
-    routes.get("/version", lambda _: {"version": __version__})
-    routes.get("/load", lambda _: {"server_load": admission.in_flight})
-    routes.get("/slots", slots)
+        routes.tell(path, health, seen=path in ("/health", "/readyz"))
+    routes.tell("/livez", lambda _: {"status": "alive"})
+    routes.tell("/version", lambda _: {"version": __version__})
+    routes.tell("/load", lambda _: {"server_load": admission.in_flight})
+    routes.tell("/slots", slots)
     kind = "text/plain; version=0.0.4; charset=utf-8"
-    routes.get("/metrics", lambda _: Response(server.metrics.text(), media_type=kind))
+    routes.tell("/metrics", lambda _: Response(server.metrics.text(), media_type=kind))
 
 
 def _ollama_information(routes: Routes, server: Server) -> None:
@@ -248,16 +226,14 @@ def _ollama_information(routes: Routes, server: Server) -> None:
         slot = pool.find(ollama.untagged(asked.model or asked.name))
         return JSONResponse(model_info.ollama_show(slot, started))
 
-    def tags(_: str) -> Json:
-        return {"models": [model_info.ollama_tag(slot, started) for slot in pool.slots.values()]}
-
     def loaded(_: str) -> Json:
         there = [slot for slot in pool.slots.values() if slot.model is not None]
         return {"models": [model_info.ollama_loaded(slot, started) for slot in there]}
 
-    routes.get("/api/version", lambda _: {"version": ollama.VERSION, "outrider": __version__}, seen=False)
-    routes.get("/api/tags", tags, seen=False)
-    routes.get("/api/ps", loaded, seen=False)
+    routes.tell("/api/version", lambda _: {"version": ollama.VERSION, "outrider": __version__}, seen=False)
+    slots, tag = pool.slots.values(), model_info.ollama_tag
+    routes.tell("/api/tags", lambda _: {"models": [tag(slot, started) for slot in slots]}, seen=False)
+    routes.tell("/api/ps", loaded, seen=False)
     routes.post("/api/show", ollama.ShowBody, show)
 
 

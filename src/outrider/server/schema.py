@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, model_validator
 from pydantic_core import CoreSchema
 
 from ..types import MAX_DRAFT
 from .grammar_source import Kind
-from .spellings import MOST_LOGPROBS, OPENAI, Biases, Integer, Top, chat, sampling, split_prompts
+from .spellings import MOST_LOGPROBS, OPENAI, Biases, Integer, Prompts, Texts, Top, spelled
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -41,6 +41,11 @@ def fail_fast(node: object) -> None:
     elif isinstance(node, list):
         for child in node:
             fail_fast(child)
+
+
+def refuse(wrong: object, why: str) -> None:
+    if wrong:
+        raise ValueError(why)
 
 
 class FailFastModel(BaseModel):
@@ -98,10 +103,10 @@ class TextPart(Lenient):
             self.text = ""
         elif self.type in ("image_url", "input_image"):
             self.text, self.image = "", image_of(self.image_url)
-        elif self.type not in ("text", "input_text", "output_text"):
-            raise ValueError(f"parts of type '{self.type[:40]}' can't be read here, only text and images")
-        elif "text" not in self.model_fields_set:
-            raise ValueError("text is missing")
+        else:
+            known = self.type in ("text", "input_text", "output_text")
+            refuse(not known, f"parts of type '{self.type[:40]}' can't be read here, only text and images")
+            refuse("text" not in self.model_fields_set, "text is missing")
         return self
 
 
@@ -141,10 +146,8 @@ class Message(Lenient):
 
     @model_validator(mode="after")
     def fits_role(self) -> Message:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only an assistant message may hold tool_calls")
-        if self.content is None and self.role not in ("assistant", "tool", "function"):
-            raise ValueError("content is missing")
+        refuse(self.tool_calls and self.role != "assistant", "only an assistant message may hold tool_calls")
+        refuse(self.content is None and self.role not in ("assistant", "tool", "function"), "content is missing")
         return self
 
     @property
@@ -192,18 +195,17 @@ class SchemaFormat(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(SchemaFormat):
+    """The schema may stand next to the type, as llama.cpp, Anthropic and the Responses API have it."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    # llama.cpp: next to type json_object or json_schema
-    schema_: dict[str, object] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def whole(self) -> ResponseFormat:
-        if self.json_schema is not None and self.type != "json_schema":
-            raise ValueError("json_schema goes with type 'json_schema', and only with it")
-        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
-            raise ValueError("type 'json_schema' needs json_schema")
+        named = self.type == "json_schema"
+        refuse(self.json_schema and not named, "json_schema goes with type 'json_schema', and only with it")
+        refuse(named and self.json_schema is None and self.schema_ is None, "type 'json_schema' needs a schema")
         return self
 
     @property
@@ -213,8 +215,12 @@ class ResponseFormat(Strict):
         return inner or self.schema_ or {"type": "object"}
 
 
+# vLLM's, as fields of `structured_outputs` and by themselves behind "guided_"
+GUIDES: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "gbnf"}
+
+
 class StructuredOutputs(Strict):
-    """vLLM's; one of them."""
+    """One of them."""
 
     json_: str | dict[str, object] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -248,6 +254,9 @@ INERT = (
     "modalities",
     "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "prompt_cache_options",
+    # parameters of samplers that are off
+    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "smoothing_curve",
 )  # fmt: skip
 
 
@@ -258,7 +267,7 @@ class Common(Strict):
     n: Annotated[Integer, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[Texts, Field(max_length=16)] | None = None
     max_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as the context holds
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -301,26 +310,16 @@ class Common(Strict):
         """What is null was not sent. Fields that change nothing are set aside."""
         if not isinstance(data, dict):
             return data
-        kept = sampling({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
+        kept = spelled({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
         if kept.get("model") == "":
             del kept["model"]  # clients that know of one model only
-        modalities = data.get("modalities")
-        if modalities is not None and modalities != ["text"]:
-            raise ValueError("modalities: only text is spoken here")
+        refuse(data.get("modalities") not in (None, ["text"]), "modalities: only text is spoken here")
         return {**kept, "ignored": tuple(k for k in INERT if data.get(k) is not None)}
-
-    @field_validator("stop")
-    @classmethod
-    def few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        stops = [value] if isinstance(value, str) else value or []
-        if len(stops) > 16 or not all(len(s) <= 256 for s in stops):
-            raise ValueError("at most 16 stop strings of up to 256 characters")
-        return value
 
     @model_validator(mode="after")
     def consistent(self) -> Common:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+        refuse(self.stream_options and not self.stream, "stream_options needs stream: true")
+        refuse(any(len(s) > 256 for s in self.stop or ()), "stop strings have at most 256 characters")
         return self
 
     @property
@@ -330,30 +329,19 @@ class Common(Strict):
         return "continuous" if options.continuous_usage_stats else "final" if options.include_usage else None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(s for s in given if s)
-
-    @property
     def formats(self) -> list[tuple[str, Kind, object]]:
         """Everything that says what the answer must match: (field, kind, what)."""
-        so = self.structured_outputs or StructuredOutputs()
-        form = self.response_format
+        so, form = self.structured_outputs or StructuredOutputs(), self.response_format
         any_object = {"type": "object"}
         said: list[tuple[str, Kind, object]] = [
             ("response_format", "json_schema", form.wanted if form is not None and form.type != "text" else None),
-            ("structured_outputs.json", "json_schema", so.json_),
-            ("structured_outputs.regex", "regex", so.regex),
-            ("structured_outputs.choice", "choice", so.choice),
-            ("structured_outputs.grammar", "gbnf", so.grammar),
             ("structured_outputs.json_object", "json_schema", any_object if so.json_object else None),
-            ("guided_json", "json_schema", self.guided_json),
-            ("guided_regex", "regex", self.guided_regex),
-            ("guided_choice", "choice", self.guided_choice),
-            ("guided_grammar", "gbnf", self.guided_grammar),
             ("json_schema", "json_schema", self.json_schema),
             ("grammar", "gbnf", self.grammar or None),
         ]
+        for name, kind in GUIDES.items():
+            said.append((f"structured_outputs.{name}", kind, getattr(so, "json_" if name == "json" else name)))
+            said.append((f"guided_{name}", kind, getattr(self, f"guided_{name}")))
         return [(field, kind, what) for field, kind, what in said if what is not None]
 
 
@@ -375,42 +363,33 @@ class ChatRequest(Common):
     prompt_logprobs: Likeliest | None = None
     prediction: PredictedOutput | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def as_we_spell_it(cls, data: object) -> object:
-        return chat({k: v for k, v in data.items() if v is not None}) if isinstance(data, dict) else data
-
     @model_validator(mode="after")
     def chat_consistent(self) -> ChatRequest:
         if self.functions and not self.tools:
             self.tools = [Tool(type="function", function=f) for f in self.functions]
             call = self.function_call
             self.tool_choice = NamedTool(type="function", function=call) if isinstance(call, NamedFunction) else call
-        if self.limit == 0:
-            raise ValueError("max_tokens must be at least 1, or -1 for as many as fit")
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+        refuse(self.limit == 0, "max_tokens must be at least 1, or -1 for as many as fit")
+        refuse(self.top_logprobs and not self.logprobs, "top_logprobs needs logprobs: true")
+        refuse(self.tool_choice not in (None, "none", "auto") and not self.tools, "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool):
-            names = [t.function.name for t in self.tools or []]
-            if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names '{self.tool_choice.function.name}', which is not among tools")
+            name, known = self.tool_choice.function.name, [t.function.name for t in self.tools or []]
+            refuse(name not in known, f"tool_choice names '{name}', which is not among tools")
         options = self.chat_template_kwargs or {}
         for name in ("continue_final_message", "add_generation_prompt"):  # as transformers spells them
             if isinstance(options.get(name), bool) and getattr(self, name) is None:
                 setattr(self, name, options[name])
                 self.chat_template_kwargs = options = {k: v for k, v in options.items() if k != name}
-        if [m.role for m in self.messages[-2:]] == ["assistant", "assistant"]:
-            raise ValueError("messages can't end with two assistant messages; put what they say into one")
-        if self.messages[-1].prefix and self.messages[-1].role == "assistant":
+        last = self.messages[-1]
+        twice = [m.role for m in self.messages[-2:]] == ["assistant", "assistant"]
+        refuse(twice, "messages can't end with two assistant messages; put what they say into one")
+        if last.prefix and last.role == "assistant":
             self.continue_final_message = True
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs are not available when stream is true")
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message needs an assistant message at the end")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        streamed = self.prompt_logprobs is not None and self.stream
+        refuse(streamed, "prompt_logprobs are not available when stream is true")
+        goes_on, begins = self.continue_final_message, self.add_generation_prompt
+        refuse(goes_on and last.role != "assistant", "continue_final_message needs an assistant message at the end")
+        refuse(goes_on and begins, "continue_final_message and add_generation_prompt exclude each other")
         return self
 
     @property
@@ -419,34 +398,30 @@ class ChatRequest(Common):
         return None if asked == -1 else asked
 
     @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def alternatives(self) -> int | None:
         """Likeliest tokens that are told with each token; None: no log-probabilities are told."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(Common):
-    # a long list is looked at when there is room
-    prompt: str | list[object] = Field(description="A text, token ids, or a list of either.")
+    prompt: Prompts = Field(description="A text, token ids, or a list of either.")
     logprobs: Likeliest | None = None
     echo: bool | None = None
     best_of: Annotated[Integer, Field(ge=1, le=128)] | None = None
     suffix: str | None = None
     prompt_logprobs: Likeliest | None = None
 
-    @field_validator("prompt")
-    @classmethod
-    def texts_or_ids(cls, value: str | list[object]) -> str | list[object]:
-        split_prompts(value, "prompt")
-        return value
-
     @model_validator(mode="after")
     def completion_consistent(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            raise ValueError("best_of must be at least n")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs are not available when stream is true; echo with logprobs is")
-        if (self.best_of or 1) > (self.n or 1) and self.stream:
-            raise ValueError("best_of can't be streamed")
+        n = self.n or 1
+        best_of, streamed = self.best_of or n, self.prompt_logprobs is not None and self.stream
+        refuse(best_of < n, "best_of must be at least n")
+        refuse(streamed, "prompt_logprobs are not available when stream is true; echo with logprobs is")
+        refuse(best_of > n and self.stream, "best_of can't be streamed")
         return self
 
     @property
@@ -456,7 +431,3 @@ class CompletionRequest(Common):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
-
-    @property
-    def prompts(self) -> list[str | list[object]]:
-        return split_prompts(self.prompt, "prompt")

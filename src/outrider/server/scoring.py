@@ -3,8 +3,7 @@
 
 They are computed in the engine's thread, a few rows between two steps, so that no stream waits long; the client holds
 one of its places meanwhile. An embedding is the mean of the hidden states after the final norm of a generative model,
-normalised to length one. It shows which texts are similar for this model; models trained for retrieval do better at
-retrieval.
+normalised to length one. It shows which texts are similar for this model; retrieval has better ones.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ..ops.lowrank import Adapter
 from ..types import OutriderError
 from .answer import Answer, Json, encoded
 from .call import unless_gone
-from .errors import ApiError, bad, where
+from .errors import ApiError, bad_if, where
 from .model_pool import LoadedModel
 from .ollama import untagged
 from .prepare import Preparer
 from .runner import EngineError
 from .schema import Strict
 from .settings import without_paths
-from .spellings import split_prompts
+from .spellings import Prompts
 
 if TYPE_CHECKING:
     from .app import Server
@@ -84,7 +83,7 @@ async def score(model: LoadedModel, answer: Answer, client: str) -> None:
 
 
 class EmbeddingsRequest(Strict):
-    input: str | list[object] = Field(description="A text, token ids, or a list of either.")
+    input: Prompts = Field(description="A text, token ids, or a list of either.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -102,44 +101,20 @@ class EmbedBody(EmbeddingsRequest):
 class OldEmbedBody(EmbedBody):
     """Ollama's older route."""
 
-    input: str = Field(alias="prompt")
+    input: Prompts = Field(alias="prompt")
 
 
-def split(given: str | list[object]) -> list[str | list[object]]:
-    try:
-        out = split_prompts(given, "input")
-    except ValueError as e:
-        raise bad(f"{e}.", "input") from None
-    if not out or any(not one for one in out):
-        raise bad("The input is empty.", "input")
-    if len(out) > MOST:
-        raise bad(f"input: {len(out)} texts; at most {MOST} can be sent at once.", "input")
-    return out
-
-
-async def openai_embeddings(server: Server, request: Request) -> Response:
-    body, vectors, tokens, name = await embed(server, request, EmbeddingsRequest)
-
+def openai_told(body: EmbeddingsRequest, vectors: list[list[float]], count: int, model: str) -> Json:
     def told(vector: list[float]) -> object:
         packed = body.encoding_format == "base64"
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if packed else vector
 
-    def answer() -> Json:
-        data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": name, "usage": usage}
-
-    return await off_loop(answer)
+    data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
+    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": count, "total_tokens": count}}
 
 
-async def ollama_embeddings(server: Server, request: Request) -> Response:
-    _, vectors, tokens, name = await embed(server, request, EmbedBody)
-    return await off_loop(lambda: {"model": name, "embeddings": vectors, "prompt_eval_count": tokens})
-
-
-async def old_ollama_embeddings(server: Server, request: Request) -> Response:
-    _, vectors, _, _ = await embed(server, request, OldEmbedBody)
-    return await off_loop(lambda: {"embedding": vectors[0]})
+def ollama_told(_: EmbeddingsRequest, vectors: list[list[float]], count: int, model: str) -> Json:
+    return {"model": model, "embeddings": vectors, "prompt_eval_count": count}
 
 
 async def off_loop(answer: Callable[[], Json]) -> Response:
@@ -147,21 +122,20 @@ async def off_loop(answer: Callable[[], Json]) -> Response:
     return Response(await asyncio.to_thread(lambda: encoded(answer())), media_type="application/json")
 
 
-async def embed(
-    server: Server, request: Request, shape: type[EmbeddingsRequest]
-) -> tuple[EmbeddingsRequest, list[list[float]], int, str]:
-    """(the request, a vector for each input, their tokens in all, the model's name)"""
+async def embeddings(
+    server: Server, shape: type[EmbeddingsRequest], told: Callable[..., Json], request: Request
+) -> Response:
+    """told: the answer's body, of the request, a vector for each input, their tokens in all and the model's name."""
     async with server.received(request) as got:
         body = await got.parsed(shape.model_validate_json)
-        name = untagged(body.model)
         with ExitStack() as stack:
-            model, asked = await unless_gone(request, server.borrow(request, got, name, stack))
+            model, asked = await unless_gone(request, server.borrow(request, got, untagged(body.model), stack))
             adapter = adapter_of(model, asked)
             stack.enter_context(server.admission.enter(1, got.client))
             ids = await got.work(lambda: tokens(model.prepare, body))
             got.room.close()
             vectors = await unless_gone(request, _vectors(model, ids, got.client, body.dimensions, adapter))
-    return body, vectors, sum(map(len, ids)), model.name
+    return await off_loop(lambda: told(body, vectors, sum(map(len, ids)), model.name))
 
 
 async def _vectors(
@@ -173,18 +147,20 @@ async def _vectors(
         work.adapter = adapter
         await run_scoring(model, work, client)
         vector = work.vector(dimensions)
-        if dimensions is not None and len(vector) < dimensions:
-            raise bad(f"dimensions: this model's vectors have {len(vector)}.", "dimensions")
+        short = dimensions is not None and len(vector) < dimensions
+        bad_if(short, f"dimensions: this model's vectors have {len(vector)}.", "dimensions")
         out.append(vector)
     return out
 
 
 def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:
     """The token ids of each input."""
-    keep, inputs = preparer.kept(body.truncate_prompt_tokens, body.truncation_side), split(body.input)
+    inputs = body.input
+    bad_if(not inputs or not all(inputs), "The input is empty.", "input")
+    bad_if(len(inputs) > MOST, f"input: {len(inputs)} texts; at most {MOST} can be sent at once.", "input")
+    keep = preparer.kept(body.truncate_prompt_tokens, body.truncation_side)
     for one in inputs if keep is None else ():
         preparer.check_length(one, "input")
     found = [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]
-    if not all(found):
-        raise bad("An input has no tokens.", "input")
+    bad_if(not all(found), "An input has no tokens.", "input")
     return found

@@ -27,20 +27,6 @@ OFF: dict[str, tuple[object, ...]] = {
     "stream_reasoning": (True,), "detokenize": (True,), "documents": ([],), "lora": ([],),
     "logits_processors": ([],), "mm_processor_kwargs": ({},),
 }  # fmt: skip
-# Parameters of such samplers: without effect while the sampler is off.
-BESIDE_OFF = (
-    "mirostat_tau",
-    "mirostat_eta",
-    "dynatemp_exponent",
-    "dynatemp_low",
-    "dynatemp_high",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "xtc_threshold",
-    "smoothing_curve",
-)
 OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
 # Sampling where neither the request nor the model's generation_config.json sets a value. Small models produce nonsense
 # at temperature 1 over the whole vocabulary, OpenAI's and Anthropic's default. A temperature alone keeps requests on
@@ -93,22 +79,27 @@ def biases(value: object) -> object:
 Biases = Annotated[dict[int | str, float | bool], BeforeValidator(biases)]
 
 
-def split_prompts(given: str | list[object], field: str) -> list[str | list[object]]:
+def split_prompts(given: object) -> list[str | list[object]]:
     """Texts and lists of token ids. Texts may stand between ids: [1, 2, "text", 3] is one prompt, as in llama.cpp."""
-    if isinstance(given, str) or any(isinstance(one, int) for one in given):
+    if isinstance(given, str) or (isinstance(given, list) and any(isinstance(one, int) for one in given)):
         return [given]
-    out = [one for one in given if isinstance(one, str | list)]
-    if len(out) < len(given):
-        raise ValueError(f"{field} must be a text, token ids, or a list of either")
-    return out
+    if not isinstance(given, list) or not all(isinstance(one, str | list) for one in given):
+        raise ValueError("must be a text, token ids, or a list of either")
+    return given
+
+
+Prompts = Annotated[list[str | list[object]], BeforeValidator(split_prompts)]
+Texts = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]  # or one
 
 
 def without_off(fields: Fields, off: dict[str, tuple[object, ...]]) -> Fields:
     return {k: v for k, v in fields.items() if k not in off or v not in off[k]}
 
 
-def sampling(fields: Fields) -> Fields:
-    out = without_off(fields, OFF)
+def spelled(fields: Fields) -> Fields:
+    """As schema.py has them."""
+    chat = "messages" in fields
+    out = without_off(fields, {**OFF, **OFF_IN_CHAT} if chat else OFF)
     limit = out.pop("n_predict", None)  # llama.cpp's max_tokens
     if limit is not None:
         limit = -1 if limit == -2 else limit  # -2: until the context is full
@@ -117,15 +108,10 @@ def sampling(fields: Fields) -> Fields:
         out["max_tokens"] = limit
     likeliest = out.pop("n_probs", None)  # llama.cpp's logprobs
     if likeliest:
-        chat = "messages" in out
         out |= {"logprobs": True, "top_logprobs": likeliest} if chat else {"logprobs": likeliest}
     if all(out.get(name) in (None, 1) for name in ("repetition_penalty", "repeat_penalty")):
         out.pop("repeat_last_n", None)  # how far back a penalty looks that is off
-    return {k: v for k, v in out.items() if k not in BESIDE_OFF}
-
-
-def chat(fields: Fields) -> Fields:
-    return thinking(tool_choice(without_off(fields, OFF_IN_CHAT)))
+    return thinking(tool_choice(out)) if chat else out
 
 
 def tool_choice(fields: Fields) -> Fields:
@@ -138,7 +124,7 @@ def tool_choice(fields: Fields) -> Fields:
     kind = choice.get("type")
     if kind in ("auto", "none", "required", "any"):
         return tool_choice({**fields, "tool_choice": kind})
-    if kind == "function" and "function" not in choice and "name" in choice:
+    if kind in ("function", "tool") and "function" not in choice and "name" in choice:
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice["name"]}}}
     if kind == "allowed_tools":
         told = choice.get("allowed_tools", choice)  # the Responses API has it flat
@@ -155,13 +141,12 @@ def _name(tool: object) -> object:
 
 
 def thinking(fields: Fields) -> Fields:
-    """Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning`, as our two fields for it."""
+    """Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning`, as our `reasoning_effort`."""
     out = dict(fields)
     switch = out.get("enable_thinking")
     if isinstance(switch, bool):
         del out["enable_thinking"]
-        options = out.get("chat_template_kwargs") or {}
-        out["chat_template_kwargs"] = {"enable_thinking": switch, **options} if isinstance(options, dict) else options
+        out.setdefault("reasoning_effort", "medium" if switch else "none")
     asked = out.get("thinking")
     if isinstance(asked, dict) and asked.get("type") in ("enabled", "disabled", "adaptive", "auto"):
         del out["thinking"]
