@@ -173,6 +173,13 @@ class AnswerChoice:
         return [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
 
     @property
+    def parts(self) -> list[OutputPart]:
+        """Everything, as if one event had brought it."""
+        calls = [(OutputPart("call", c.name, i), OutputPart("args", c.arguments, i)) for i, c in enumerate(self.calls)]
+        said = [OutputPart("reasoning", self.reasoning), OutputPart("content", self.content)]
+        return join([*said, *itertools.chain(*calls)])
+
+    @property
     def mean_logprob(self) -> float:
         return sum(table[t] for t, table in self.logprobs) / max(1, len(self.logprobs))
 
@@ -244,15 +251,19 @@ class Answer:
 class Wire(Protocol):
     """Whole answers, streams and errors of a protocol. Each call has its own, which may keep state."""
 
-    media_type: str
-    still_working: str  # written when nothing came for a while
+    media_type: str = "text/event-stream"
+    still_working: str = ": still working\n\n"  # written when nothing came for a while
 
     def parse(self, raw: bytes) -> ChatRequest | CompletionRequest: ...
     def whole(self, answer: Answer) -> Json: ...
-    def opening(self, answer: Answer) -> str: ...
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str: ...
     def closing(self, answer: Answer) -> str: ...
-    def error(self, error: ApiError) -> str: ...
+
+    def opening(self, answer: Answer) -> str:
+        return ""
+
+    def error(self, error: ApiError) -> str:
+        return sse(error.body())
 
 
 def encoded(value: object) -> bytes:

@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .answer import Answer, AnswerChoice, Delta, Json, arguments_of, sse
+from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, arguments_of, sse
 from .errors import ApiError, bad
-from .schema import ChatRequest, Lenient, Strict
+from .schema import ChatRequest, Lenient, ResponseFormat, Strict
 
 # fields that have the same name and meaning in a chat request
-SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"}
+SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "tool_choice"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -44,20 +44,9 @@ class AnthropicTool(Lenient):
     type: str | None = None
 
 
-class ToolChoice(Strict):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class OutputFormat(Lenient):
-    type: Literal["json_schema"]
-    schema_: dict[str, object] = Field(alias="schema")
-
-
 class OutputConfig(Lenient):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class MessagesRequest(Strict):
@@ -71,12 +60,12 @@ class MessagesRequest(Strict):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     tools: list[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: dict[str, object] | None = None
     thinking: dict[str, object] | None = None
     metadata: dict[str, object] | None = None
     service_tier: str | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # its older place
+    output_format: ResponseFormat | None = None  # its older place
     # of no effect here: how a prompt is cached, where it is computed, what a client would have left out of a long
     # conversation
     cache_control: dict[str, object] | None = None
@@ -102,18 +91,12 @@ def parse(raw: bytes) -> ChatRequest:
     if body.tools:
         functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in body.tools]
         out["tools"] = [{"type": "function", "function": function} for function in functions]
-    choice = body.tool_choice
-    if choice is not None:
-        named = {"type": "function", "function": {"name": choice.name}}
-        out["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
-        out["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        out["parallel_tool_calls"] = False
     config = body.output_config or OutputConfig()
     if body.thinking is not None:
         out["reasoning_effort"] = "none" if body.thinking.get("type") == "disabled" else config.effort or "medium"
-    form = config.format or body.output_format
-    if form is not None:
-        out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
-    return ChatRequest.model_validate(out)
+    return ChatRequest.model_validate({**out, "response_format": config.format or body.output_format})
 
 
 def _messages(message: AnthropicMessage) -> list[Json]:
@@ -122,15 +105,12 @@ def _messages(message: AnthropicMessage) -> list[Json]:
         return [{"role": message.role, "content": message.content}]
     results: list[Json] = []
     calls: list[Json] = []
-    parts: list[Json] = []  # where there are images
-    text = ""
+    parts: list[Json] = []
     for block in message.content:
         if block.type == "image":
-            parts += [{"type": "text", "text": text}] if text else []
-            text = ""
             parts.append({"type": "image_url", "image_url": _image_url(block.source or {})})
         elif block.type == "text":
-            text += block.text or ""
+            parts += [{"type": "text", "text": block.text}] if block.text else []
         elif block.type == "tool_use":
             function = {"name": block.name, "arguments": block.input or {}}
             calls.append({"id": block.id, "type": "function", "function": function})
@@ -139,10 +119,8 @@ def _messages(message: AnthropicMessage) -> list[Json]:
         elif block.type not in ("thinking", "redacted_thinking"):
             raise bad(f"messages: blocks of type '{block.type[:40]}' can't be read here.", "messages")
     if message.role == "assistant":
-        return [{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}]
-    if parts:
-        return [*results, {"role": message.role, "content": [*parts, {"type": "text", "text": text}]}]
-    return results + ([{"role": message.role, "content": text}] if text or not results else [])
+        return [{"role": "assistant", "content": parts, **({"tool_calls": calls} if calls else {})}]
+    return results + ([{"role": message.role, "content": parts}] if parts or not results else [])
 
 
 def _image_url(source: Mapping[str, object]) -> str:
@@ -159,8 +137,7 @@ def _text(content: str | list[ContentBlock]) -> str:
     return "".join(b.text or "" if b.type == "text" else f"[{b.type[:40]}: can't be read here]" for b in content)
 
 
-class AnthropicWire:
-    media_type = "text/event-stream"
+class AnthropicWire(Wire):
     still_working = 'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self) -> None:
@@ -172,15 +149,9 @@ class AnthropicWire:
 
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]
-        blocks: list[Json] = []
-        if one.reasoning:
-            blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
-        if one.content:
-            blocks.append({"type": "text", "text": one.content})
-        blocks += [
-            {"type": "tool_use", "id": c.id, "name": c.name, "input": arguments_of(c.arguments)} for c in one.calls
-        ]
-        return {**_message(answer), "content": blocks, **_ended(one), "usage": _usage(answer)}
+        said = [_said(kind, text) for kind, text in (("thinking", one.reasoning), ("text", one.content)) if text]
+        calls = [_use(call, arguments_of(call.arguments)) for call in one.calls]
+        return {**_message(answer), "content": [*said, *calls], **_ended(one), "usage": _usage(answer)}
 
     def opening(self, answer: Answer) -> str:
         ended = {"stop_reason": None, "stop_sequence": None}
@@ -189,17 +160,15 @@ class AnthropicWire:
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         out = ""
         for part in delta.parts:
-            if part.kind == "reasoning":
-                out += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                out += self._grow({"type": "thinking_delta", "thinking": part.text})
-            elif part.kind == "content":
-                out += self._block("text", {"type": "text", "text": ""})
-                out += self._grow({"type": "text_delta", "text": part.text})
-            elif part.kind == "call":
-                call: Json = {"type": "tool_use", "id": choice.calls[part.index].id, "name": part.text, "input": {}}
-                out += self._block(f"call {part.index}", call)
+            if part.kind == "call":
+                out += self._begin("tool_use", _use(choice.calls[part.index], {}))
+            elif part.kind == "args":
+                out += self._grow("input_json_delta", partial_json=part.text)
             else:
-                out += self._grow({"type": "input_json_delta", "partial_json": part.text})
+                kind = "thinking" if part.kind == "reasoning" else "text"
+                if kind != self._open:
+                    out += self._begin(kind, _said(kind, ""))
+                out += self._grow(f"{kind}_delta", **{kind: part.text})
         return out
 
     def closing(self, answer: Answer) -> str:
@@ -209,15 +178,13 @@ class AnthropicWire:
     def error(self, error: ApiError) -> str:
         return sse(error.body_for("/v1/messages"), "error")
 
-    def _block(self, kind: str, begin: Json) -> str:
-        if kind == self._open:
-            return ""
+    def _begin(self, kind: str, block: Json) -> str:
         out = self._stop()
         self._open, self._index = kind, self._index + 1
-        return out + _event("content_block_start", index=self._index, content_block=begin)
+        return out + _event("content_block_start", index=self._index, content_block=block)
 
-    def _grow(self, delta: Json) -> str:
-        return _event("content_block_delta", index=self._index, delta=delta)
+    def _grow(self, kind: str, **new: str) -> str:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **new})
 
     def _stop(self) -> str:
         if self._open is None:
@@ -228,6 +195,14 @@ class AnthropicWire:
 
 def _event(type_: str, **fields: object) -> str:
     return sse({"type": type_, **fields}, type_)
+
+
+def _said(kind: str, text: str) -> Json:
+    return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
+
+
+def _use(call: ToolCall, arguments: object) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _message(answer: Answer) -> Json:

@@ -1,7 +1,5 @@
-"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming by
-default.
-
-A call without a prompt or a message loads the model."""
+"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, Ollama's options, streaming by default. A call
+without a prompt or a message loads the model."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
-from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, arguments_of
-from .errors import ApiError, bad
+from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, arguments_of
+from .errors import ApiError, bad, bad_if
 from .schema import ChatRequest, CompletionRequest, Lenient
 from .spellings import OLLAMA
 
@@ -33,14 +31,10 @@ class OllamaCompletion(CompletionRequest):
     defaults = OLLAMA
 
 
-class OllamaToolCall(Lenient):
-    function: dict[str, JsonValue]
-
-
 class OllamaMessage(Lenient):
     role: str
     content: str | None = None
-    tool_calls: list[OllamaToolCall] | None = None
+    tool_calls: list[dict[str, JsonValue]] | None = None
     tool_name: str | None = None
     images: list[str] | None = None
 
@@ -103,26 +97,21 @@ def parse_chat(raw: bytes) -> ChatRequest:
     messages: list[Json] = []
     for i, m in enumerate(body.messages):
         made = enumerate(m.tool_calls or [])
-        calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.function} for j, c in made]
-        more: Json = (
-            {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
-        )
-        messages.append({"role": m.role, "content": with_images(m.content or "", m.images), **more})
+        calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.get("function")} for j, c in made]
+        said = {"role": m.role, "content": with_images(m.content or "", m.images), "tool_calls": calls or None}
+        messages.append({**said, "tool_call_id": "", "name": m.tool_name})
     return OllamaChat.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
 
 
 def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
     body = GenerateBody.model_validate_json(raw)
-    if body.images and (body.raw or body.suffix):
-        raise bad("images can't be read with raw or suffix here.", "images")
+    bad_if(body.images and (body.raw or body.suffix), "images can't be read with raw or suffix here.", "images")
     for name in ("template", "context"):
-        if getattr(body, name):
-            raise bad(f"{name} can't be used here.", name)
+        bad_if(getattr(body, name), f"{name} can't be used here.", name)
     if body.raw or body.suffix:
         common = _common(body)
         common.pop("reasoning_effort", None)
-        if common.get("logprobs"):
-            raise bad("logprobs can't be had with raw or suffix here.", "logprobs")
+        bad_if(common.get("logprobs"), "logprobs can't be had with raw or suffix here.", "logprobs")
         given = {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
         return OllamaCompletion.model_validate(given)
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
@@ -149,7 +138,7 @@ def _common(body: OllamaRequest) -> Json:
     return out
 
 
-class OllamaWire:
+class OllamaWire(Wire):
     media_type = "application/x-ndjson"
     still_working = ""
 
@@ -165,9 +154,6 @@ class OllamaWire:
         one = answer.choices[0]
         self._logprobs = answer.entries(one.logprobs)
         return {**self._line(answer.model, one.content, one.reasoning, one.calls), **self._end(answer)}
-
-    def opening(self, answer: Answer) -> str:
-        return ""
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         self._logprobs += answer.entries(delta.logprobs)

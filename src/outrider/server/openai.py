@@ -3,74 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from .. import __version__
 from ..types import RequestStats
-from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Table, ToolCall, sse
-from .errors import ApiError
+from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Table, ToolCall, Wire, sse
 from .output import OutputPart
 from .schema import ChatRequest, CompletionRequest
 
 FINGERPRINT = f"outrider-{__version__}"
 
 
-class OpenAIWire:
-    media_type = "text/event-stream"
-    still_working = ": still working\n\n"
-
+class OpenAIWire(Wire):
     def __init__(self, shape: type[ChatRequest] | type[CompletionRequest] = ChatRequest) -> None:
-        self._shape = shape
+        self._shape, self._chat = shape, shape is ChatRequest
+        self._old_calls = False  # `functions` were sent, as it was before there were tools
         self._begun: set[int] = set()  # choices that a chunk was made of
         self._offsets: dict[int, int] = {}  # of choices: where in the text the next token's entry begins
 
     def parse(self, raw: bytes) -> ChatRequest | CompletionRequest:
-        return self._shape.model_validate_json(raw)
-
-    def error(self, error: ApiError) -> str:
-        return sse(error.body())
+        body = self._shape.model_validate_json(raw)
+        self._old_calls = isinstance(body, ChatRequest) and body.functions is not None
+        return body
 
     # ---- whole
 
     def whole(self, answer: Answer) -> Json:
-        job, chat = answer.job, isinstance(answer.job.body, ChatRequest)
-        choices = [self._choice(answer, i, c) for i, c in enumerate(answer.kept)]
-        out: Json = {**_head(answer), "choices": choices, "usage": usage(answer)}
-        if chat and job.prompt_logprobs is not None:
-            out["prompt_logprobs"] = _prompt_logprobs(answer, answer.choices[0])
-        if chat and job.body.return_token_ids:
-            out["prompt_token_ids"] = answer.choices[0].prompt
+        job = answer.job
+        choices = [self._whole_choice(answer, i, c) for i, c in enumerate(answer.kept)]
+        out: Json = {**self._head(answer), "choices": choices, "usage": usage(answer)}
+        if self._chat:
+            out |= _of_prompt(answer, answer.choices[0])
         if job.body.outrider.stats:
             out["outrider"] = statistics([c.stats for c in answer.choices], job.seed)
         return out
 
-    def _choice(self, answer: Answer, index: int, c: AnswerChoice) -> Json:
+    def _whole_choice(self, answer: Answer, index: int, c: AnswerChoice) -> Json:
         job, body = answer.job, answer.job.body
-        scored = [*_prompt_scores(answer, c), *c.logprobs]
-        out: Json = {"index": index, "finish_reason": c.finish, "logprobs": self._logprobs(answer, c, scored)}
-        if isinstance(body, ChatRequest):
+        if self._chat:
             message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
             if c.reasoning:
                 message["reasoning_content"] = c.reasoning
-            if c.calls and body.functions is not None:
+            if c.calls and self._old_calls:
                 message["function_call"] = _function(c.calls[0])
-                out["finish_reason"] = "function_call" if c.finish == "tool_calls" else c.finish
             elif c.calls:
                 message["tool_calls"] = [{"id": t.id, "type": "function", "function": _function(t)} for t in c.calls]
-            out["message"] = message
+            said: Json = {"index": index, "message": message}
         else:
-            out["text"] = c.echoed if job.max_zero else c.content
-        if job.max_zero:
-            out["finish_reason"] = "length"
-        elif c.stopped_by is not None:
-            out["stop_reason"] = c.stopped_by
+            text = c.echoed if job.max_zero else c.content
+            said = {"index": index, "text": text, **_of_prompt(answer, c)}
+        out = {**self._choice(answer, c, [*_prompt_scores(answer, c), *c.logprobs], said), **self._end(answer, c)}
         if body.return_token_ids:
             out["token_ids"] = [] if job.max_zero else c.ids
-        if not isinstance(body, ChatRequest):
-            if body.return_token_ids:
-                out["prompt_token_ids"] = c.prompt
-            if job.prompt_logprobs is not None and not job.echo_logprobs:
-                out["prompt_logprobs"] = _prompt_logprobs(answer, c)
-        if job.body.outrider.token_kinds:
+        if body.outrider.token_kinds:
             out["outrider"] = {"tokens": c.tokens}
         return out
 
@@ -78,48 +63,41 @@ class OpenAIWire:
 
     def opening(self, answer: Answer) -> str:
         """The first chunk of each choice: the role, or the echoed prompt."""
-        if isinstance(answer.job.body, ChatRequest):
+        if self._chat:
             first = [self._chunk(answer, c, {"role": "assistant", "content": c.echoed}) for c in answer.choices]
         else:
             echoed = [c for c in answer.choices if c.echoed]
             first = [self._chunk(answer, c, {"content": c.echoed}, _prompt_scores(answer, c)) for c in echoed]
-        so_far = {"usage": usage(answer)} if answer.job.body.usage == "continuous" else {}
-        return "".join(sse({**chunk, **so_far}) for chunk in first)
+        return _written(answer, first)
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         job, body = answer.job, answer.job.body
         told = Delta(ids=delta.ids) if job.max_zero else delta
-        fields = [self._fields(answer, choice, part) for part in told.parts]
+        fields = [self._fields(choice, part) for part in told.parts]
         if not fields and (told.logprobs or told.tokens or (body.return_token_ids and told.ids)):
             fields = [{}]  # text is held back (half a character, a possible tag), the tokens are not
         out = []
         for i, new in enumerate(fields):
             first: Json = {"token_ids": told.ids} if body.return_token_ids and i == 0 else {}
-            out.append(self._chunk(answer, choice, new, () if i else told.logprobs, None, first))
+            out.append(self._chunk(answer, choice, new, () if i else told.logprobs, first))
             if told.tokens and i == 0:
                 out[-1]["outrider"] = {"tokens": told.tokens, **told.draft}
         if choice.finish is not None:
-            finish = "length" if job.max_zero else choice.finish
-            old_call = finish == "tool_calls" and isinstance(body, ChatRequest) and body.functions is not None
-            why: Json = {} if choice.stopped_by is None or job.max_zero else {"stop_reason": choice.stopped_by}
-            out.append(self._chunk(answer, choice, {}, (), "function_call" if old_call else finish, why))
-            if job.body.outrider.stats:
+            out.append(self._chunk(answer, choice, {}, (), self._end(answer, choice)))
+            if body.outrider.stats:
                 out[-1]["outrider"] = statistics([choice.stats], job.seed + choice.index)
-        if body.usage is not None:
-            so_far = usage(answer) if body.usage == "continuous" else None
-            out = [{**chunk, "usage": so_far} for chunk in out]
-        return "".join(map(sse, out))
+        return _written(answer, out)
 
     def closing(self, answer: Answer) -> str:
-        last: Json = {**_head(answer, ".chunk"), "choices": [], "usage": usage(answer)}
+        last: Json = {**self._head(answer, ".chunk"), "choices": [], "usage": usage(answer)}
         return (sse(last) if answer.job.body.usage is not None else "") + "data: [DONE]\n\n"
 
-    def _fields(self, answer: Answer, choice: AnswerChoice, part: OutputPart) -> Json:
+    def _fields(self, choice: AnswerChoice, part: OutputPart) -> Json:
         if part.kind in ("content", "reasoning"):
             return {"content" if part.kind == "content" else "reasoning_content": part.text}
         begins, call = part.kind == "call", choice.calls[part.index]
         function = {"name": call.name, "arguments": ""} if begins else {"arguments": part.text}
-        if isinstance(answer.job.body, ChatRequest) and answer.job.body.functions is not None:
+        if self._old_calls:
             return {"function_call": function}
         named = {"id": call.id, "type": "function"} if begins else {}
         return {"tool_calls": [{"index": part.index, **named, "function": function}]}
@@ -130,19 +108,37 @@ class OpenAIWire:
         choice: AnswerChoice,
         delta: Json,
         logprobs: Sequence[tuple[int, Table]] = (),
-        finish: str | None = None,
         more: Json | None = None,
     ) -> Json:
-        chat = isinstance(answer.job.body, ChatRequest)
-        scored = self._logprobs(answer, choice, logprobs)
-        body: Json = {"index": choice.index, "finish_reason": finish, "logprobs": scored}
-        body |= {"delta": delta} if chat else {"text": delta.get("content", "")}
-        out: Json = {**_head(answer, ".chunk"), "choices": [body]}
-        if answer.job.body.return_token_ids and choice.index not in self._begun:
-            (out if chat else body)["prompt_token_ids"] = choice.prompt
+        said: Json = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        body = {**self._choice(answer, choice, logprobs, said), **(more or {})}
+        out: Json = {**self._head(answer, ".chunk"), "choices": [body]}
+        if choice.index not in self._begun:
+            (out if self._chat else body).update(_of_prompt(answer, choice))
         self._begun.add(choice.index)
-        body |= more or {}
         return out
+
+    # ---- both
+
+    def _head(self, answer: Answer, chunk: str = "") -> Json:
+        return {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{answer.id}",
+            "created": answer.created,
+            "model": answer.model,
+            "system_fingerprint": FINGERPRINT,
+            "object": f"chat.completion{chunk}" if self._chat else "text_completion",
+        }
+
+    def _choice(self, answer: Answer, choice: AnswerChoice, scored: Sequence[tuple[int, Table]], said: Json) -> Json:
+        logprobs = self._logprobs(answer, choice, scored)
+        return {"index": choice.index, "finish_reason": None, "logprobs": logprobs, **said}
+
+    def _end(self, answer: Answer, choice: AnswerChoice) -> Json:
+        if answer.job.max_zero:
+            return {"finish_reason": "length"}
+        why = {} if choice.stopped_by is None else {"stop_reason": choice.stopped_by}
+        old_call = self._old_calls and choice.finish == "tool_calls"
+        return {"finish_reason": "function_call" if old_call else choice.finish, **why}
 
     # ---- log-probabilities
 
@@ -152,14 +148,11 @@ class OpenAIWire:
             scored = scored[: len(choice.prompt)] if job.echo_logprobs else ()
         if wanted is None or not scored:
             return None
-        if isinstance(job.body, ChatRequest):
+        if self._chat:
             return {"content": answer.entries(scored), "refusal": None}
-        offsets = []
         at = self._offsets.get(choice.index, 0 if job.echo_logprobs else len(choice.echoed))
-        for t, _ in scored:
-            offsets.append(at)
-            at += len(answer.tokenizer.token_bytes(t).decode("utf-8", "replace"))
-        self._offsets[choice.index] = at
+        widths = (len(answer.tokenizer.token_bytes(t).decode("utf-8", "replace")) for t, _ in scored)
+        *offsets, self._offsets[choice.index] = accumulate(widths, initial=at)
         top = []
         for t, table in scored:  # vLLM and OpenAI include the chosen token, whatever its rank
             best = [] if table is None else [*answer.top(table, wanted), answer.token(t, table[t])]
@@ -172,15 +165,10 @@ class OpenAIWire:
         }
 
 
-def _head(answer: Answer, chunk: str = "") -> Json:
-    chat = isinstance(answer.job.body, ChatRequest)
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{answer.id}",
-        "created": answer.created,
-        "model": answer.model,
-        "system_fingerprint": FINGERPRINT,
-        "object": f"chat.completion{chunk}" if chat else "text_completion",
-    }
+def _written(answer: Answer, chunks: Sequence[Json]) -> str:
+    asked = answer.job.body.usage
+    so_far = {} if asked is None else {"usage": usage(answer) if asked == "continuous" else None}
+    return "".join(sse({**chunk, **so_far}) for chunk in chunks)
 
 
 def _function(call: ToolCall) -> Json:
@@ -201,38 +189,38 @@ def _prompt_scores(answer: Answer, choice: AnswerChoice) -> list[tuple[int, Tabl
     return list(zip(choice.prompt, answer.scores.get(id(choice.prompt), ()))) if answer.job.echo_logprobs else []
 
 
-def _prompt_logprobs(answer: Answer, choice: AnswerChoice) -> list[Json | None]:
-    """vLLM's shape: per token {id: {logprob, rank, decoded_token}}."""
-    out: list[Json | None] = []
-    for table in answer.scores.get(id(choice.prompt), []):
-        best = sorted((table or {}).items(), key=lambda item: -item[1])
-        told = [(t, rank, answer.token(t, value)) for rank, (t, value) in enumerate(best, 1)]
-        entry: Json = {
-            str(t): {"logprob": e["logprob"], "rank": rank, "decoded_token": e["token"]} for t, rank, e in told
-        }
-        out.append(entry if table is not None else None)
-    return out
+def _of_prompt(answer: Answer, choice: AnswerChoice) -> Json:
+    """What is told of a prompt once; of its log-probabilities vLLM's shape, {id: {logprob, rank, decoded_token}}."""
+    job = answer.job
+    out: Json = {"prompt_token_ids": choice.prompt} if job.body.return_token_ids else {}
+    if job.prompt_logprobs is None or job.echo_logprobs:
+        return out
+
+    def entry(table: dict[int, float]) -> Json:
+        best = [(str(t), answer.token(t, table[t])) for t in sorted(table, key=lambda t: -table[t])]
+        ranked = enumerate(best, 1)
+        return {t: {"logprob": e["logprob"], "rank": rank, "decoded_token": e["token"]} for rank, (t, e) in ranked}
+
+    scores = answer.scores.get(id(choice.prompt), [])
+    return {**out, "prompt_logprobs": [None if table is None else entry(table) for table in scores]}
 
 
 def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
     """The object `outrider`: counts are summed over the choices, the time to first token is the shortest."""
     known = [s for s in per_choice if s is not None]
-    width = max((i + 1 for s in known for i, d in enumerate(s.drafted_by_position) if d), default=0)
 
     def sums(*names: str) -> Json:
         return {name: sum(getattr(s, name) for s in known) for name in names}
 
+    def by_position(name: str) -> list[int]:
+        return [sum(counts) for counts in zip(*(getattr(s, f"{name}_by_position") for s in known))]
+
     cycles, accepted = sum(s.cycles for s in known), sum(s.accepted for s in known)
+    positions = zip(by_position("drafted"), by_position("accepted"))
     return {
         **sums("cycles", "drafted", "accepted", "trees", "branched"),
         "tokens_per_cycle": round((accepted + cycles) / cycles, 4) if cycles else 0.0,
-        "by_position": [
-            {
-                "drafted": sum(s.drafted_by_position[i] for s in known),
-                "accepted": sum(s.accepted_by_position[i] for s in known),
-            }
-            for i in range(width)
-        ],
+        "by_position": [{"drafted": drafted, "accepted": found} for drafted, found in positions if drafted],
         "prefill_ms": round(1e3 * max((s.prefill_s for s in known), default=0.0), 3),
         "decode_ms": round(1e3 * max((s.decode_s for s in known), default=0.0), 3),
         "ttft_ms": round(1e3 * min((s.ttft_s for s in known), default=0.0), 3),

@@ -8,14 +8,14 @@ other types (web search and the like) are not offered to the model, and the answ
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
-from typing import Annotated, Literal, cast
+from itertools import takewhile
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 
-from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, sse
-from .errors import ApiError, bad
-from .schema import INERT, ChatRequest, Lenient, Strict
+from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, sse
+from .errors import ApiError, bad, bad_if
+from .schema import INERT, ChatRequest, Lenient, Message, ResponseFormat, Strict
 from .stores import ResponseStore
 
 BODY = TypeAdapter(dict[str, object])
@@ -25,24 +25,33 @@ UNHEEDED = ("background", "max_tool_calls", "client_metadata", "context_manageme
 SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "outrider", "seed", "tool_choice"}
 BETWEEN = "__"  # a namespace and a name
 LOGPROBS = "message.output_text.logprobs"  # of `include`
-
-
-class ResponsesPart(Lenient):
-    type: str = "input_text"
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | None = None
+# fields of the request that the answer repeats, with their defaults
+NULL = ("instructions", "temperature", "top_p", "max_output_tokens", "max_tool_calls", "user", "previous_response_id")
+REPEATED: Json = {
+    **dict.fromkeys((*NULL, "prompt_cache_key", "safety_identifier")),
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "truncation": "disabled",
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+    "top_logprobs": 0,
+    "store": True,
+    "background": False,
+}
+# of an output item's type, the name of its events
+EVENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class ResponsesItem(Lenient):
     type: str = "message"
     role: str | None = None
-    content: str | list[ResponsesPart] | None = None
+    content: str | list[dict[str, object]] | None = None  # parts, as messages of chat requests have them
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | list[ResponsesPart] | None = None
+    output: str | list[dict[str, object]] | None = None
 
 
 class ResponsesTool(Lenient):
@@ -54,25 +63,8 @@ class ResponsesTool(Lenient):
     tools: list[ResponsesTool] | None = None  # of a namespace
 
 
-class TextFormat(Lenient):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: dict[str, object] | None = Field(default=None, alias="schema")
-
-    @model_validator(mode="after")
-    def with_schema(self) -> TextFormat:
-        if self.type == "json_schema" and self.schema_ is None:
-            raise ValueError("type 'json_schema' needs a schema")
-        return self
-
-
 class TextOptions(Lenient):
-    format: TextFormat | None = None
-
-
-class Reasoning(Lenient):
-    effort: str | None = None
-    summary: str | None = None
+    format: ResponseFormat | None = None
 
 
 class ResponsesRequest(Strict):
@@ -88,7 +80,7 @@ class ResponsesRequest(Strict):
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: dict[str, object] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -97,41 +89,10 @@ class ResponsesRequest(Strict):
     seed: int | None = None
 
 
-def _told_again(item: ResponsesItem) -> Json:
+def _listed(item: ResponsesItem) -> Json:
     """As /v1/responses/{id}/input_items lists it."""
-    told = {"id": f"msg_{secrets.token_hex(12)}", **item.model_dump(exclude_none=True)}
-    text = [{"type": "input_text", "text": item.content}] if isinstance(item.content, str) else None
-    return {**told, "content": text} if text else told
-
-
-def told(given: Json) -> Json:
-    defaults: Json = {
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "temperature": None,
-        "top_p": None,
-        "max_output_tokens": None,
-        "max_tool_calls": None,
-        "truncation": "disabled",
-        "text": {"format": {"type": "text"}},
-        "reasoning": {"effort": None, "summary": None},
-        "user": None,
-        "prompt_cache_key": None,
-        "safety_identifier": None,
-        "top_logprobs": 0,
-    }
-    tools = [t for t in cast(list[Json], given.get("tools") or []) if t.get("type") in ("function", "namespace")]
-    again = {k: v if given.get(k) is None else given[k] for k, v in defaults.items()}
-    return {
-        **again,
-        "tools": tools,
-        "store": given.get("store") is not False,
-        "previous_response_id": given.get("previous_response_id"),
-        "background": False,
-        "service_tier": "default",
-    }
+    text = {"content": [{"type": "input_text", "text": item.content}]} if isinstance(item.content, str) else {}
+    return {"id": f"msg_{secrets.token_hex(12)}", **item.model_dump(exclude_none=True), **text}
 
 
 def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Json]:
@@ -142,7 +103,8 @@ def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Js
             out += offered(tool.tools or [], tool.name or "")
         elif tool.type == "function":
             name = full_name(tool.name or "", namespace)
-            out.append({"name": name, "description": tool.description, "parameters": tool.parameters})
+            function = {"name": name, "description": tool.description, "parameters": tool.parameters}
+            out.append({"type": "function", "function": function})
     return out
 
 
@@ -150,153 +112,120 @@ def full_name(name: str, namespace: str | None) -> str:
     return f"{namespace.rstrip('_')}{BETWEEN}{name}" if namespace else name
 
 
-def own_name(tools: list[Json], called: str) -> Json:
+def own_name(tools: list[dict[str, Any]], called: str) -> Json:
     """What a call's item says of the function: its name, and the namespace it is in."""
     for tool in tools:
-        for inner in cast(list[Json], tool.get("tools") or []):
+        for inner in tool.get("tools") or []:
             if full_name(str(inner.get("name")), str(tool.get("name"))) == called:
                 return {"name": inner["name"], "namespace": tool["name"]}
     return {"name": called}
 
 
-def _add(messages: list[Json], item: ResponsesItem) -> None:
-    parts = [] if isinstance(item.content, str) else item.content or []
-    text = item.content if isinstance(item.content, str) else "".join(p.text or p.refusal or "" for p in parts)
+def _add(messages: list[dict[str, Any]], item: ResponsesItem) -> None:
     last = messages[-1] if messages else {}
     if item.type == "message":
-        pictures = any(p.type == "input_image" for p in parts)
-        if any(p.text is None and p.refusal is None and p.image_url is None for p in parts):
-            raise bad("input: only text and images as URLs can be read here.", "input")
-        role = {"developer": "system"}.get(item.role or "user", item.role or "user")
-        if role == "system" and last.get("role") == "system" and len(messages) == 1:  # many templates know one
-            last["content"] = f"{last['content']}\n\n{text}"
-        elif pictures:
-            content = [
-                {"type": "image_url", "image_url": p.image_url}
-                if p.type == "input_image"
-                else {"type": "text", "text": p.text or p.refusal or ""}
-                for p in parts
-            ]
-            messages.append({"role": role, "content": content})
-        else:
-            messages.append({"role": role, "content": text})
+        messages.append({"role": item.role or "user", "content": item.content or ""})
     elif item.type == "function_call":
         name = full_name(item.name or "", item.namespace)
-        call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments or "{}"}}
+        call = _call(item.call_id, name, item.arguments or "{}")
         if last.get("role") == "assistant":  # calls that were made together belong to one message
-            last["tool_calls"] = [*cast(list[Json], last.get("tool_calls") or []), call]
+            last["tool_calls"] = [*last.get("tool_calls", []), call]
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif item.type == "function_call_output":
         parts = [] if isinstance(item.output, str) else item.output or []
-        output = "".join(f"[{p.type[:40]}: can't be read here]" if p.text is None else p.text for p in parts)
-        output = item.output if isinstance(item.output, str) else output
+        texts = [str(p.get("text", f"[{str(p.get('type'))[:40]}: can't be read here]")) for p in parts]
+        output = item.output if isinstance(item.output, str) else "".join(texts)
         messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": output})
     elif item.type != "reasoning":  # thoughts of earlier turns are not rendered again
         raise bad(f"input: items of type '{item.type[:40]}' can't be read here.", "input")
 
 
-class ResponsesWire:
-    media_type = "text/event-stream"
-    still_working = ": still working\n\n"
+def _call(id: str | None, name: str, arguments: str) -> Json:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
+
+class ResponsesWire(Wire):
     def __init__(self, store: ResponseStore | None = None, client: str = "") -> None:
         self._store, self._client = ResponseStore() if store is None else store, client
-        self._asked: Json = {}  # fields of the request that the answer repeats
+        self._asked: dict[str, Any] = {}  # fields of the request that the answer repeats
         self._messages: list[Json] = []
         self._input: list[Json] = []
         self._number = 0
-        self._items: list[Json] = []  # finished ones, then the open one
-        self._open: str | None = None
+        self._items: list[dict[str, Any]] = []  # finished ones, then the open one
+        self._open = ""  # the type of the open item
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
     def parse(self, raw: bytes) -> ChatRequest:
-        given = BODY.validate_json(raw)
+        given: dict[str, Any] = BODY.validate_json(raw)
         for name in ("conversation", "prompt", "background"):
-            if given.get(name):
-                advice = "send input, and previous_response_id to go on from an answer"
-                raise bad(f"{name} can't be used here; {advice}.", name)
+            advice = "send input, and previous_response_id to go on from an answer"
+            bad_if(given.get(name), f"{name} can't be used here; {advice}.", name)
         kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
         body = ResponsesRequest.model_validate(kept)
         before = body.previous_response_id
-        earlier = [] if before is None else self._store.get(self._client, before, "previous_response_id").messages
-        messages = [dict(m) for m in earlier]
+        messages = [] if before is None else self._store.get(self._client, before, "previous_response_id").messages
         items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
         for item in items:
             _add(messages, item)
-        self._asked, self._messages, self._input = told(given), messages, [_told_again(item) for item in items]
-        read = list(messages)
-        if body.instructions:  # many templates know one message of the system's
-            more = f"\n\n{read.pop(0)['content']}" if read[:1] and read[0]["role"] == "system" else ""
-            read.insert(0, {"role": "system", "content": body.instructions + more})
+        self._messages, self._input = messages, [_listed(item) for item in items]
+        self._asked = {k: v if given.get(k) is None else given[k] for k, v in REPEATED.items()}
+        self._asked["tools"] = [t for t in given.get("tools") or [] if t["type"] in ("function", "namespace")]
         out: Json = {
             **body.model_dump(include=SAME),
-            "messages": read,
+            "messages": [*([{"role": "system", "content": body.instructions}] if body.instructions else []), *messages],
             "max_tokens": body.max_output_tokens,
-            "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
-            "tools": [{"type": "function", "function": f} for f in offered(body.tools or [])] or None,
+            "reasoning_effort": (body.reasoning or {}).get("effort"),
+            "tools": offered(body.tools or []) or None,
+            "response_format": body.text.format if body.text is not None else None,
             **{k: given[k] for k in INERT if k in given},
         }
         if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
             out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
-        form = body.text.format if body.text is not None else None
-        if form is not None and form.type != "text":
-            schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
-            out["response_format"] = {"type": form.type, **schema}
-        return ChatRequest.model_validate(out)
+        chat = ChatRequest.model_validate(out)
+        system = [m.text for m in takewhile(lambda m: m.role in ("system", "developer"), chat.messages)]
+        if len(system) > 1:  # many templates know one message of the system's
+            chat.messages[: len(system)] = [Message(role="system", content="\n\n".join(system))]
+        return chat
 
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]
-        items = [_reasoning(one.reasoning)] if one.reasoning else []
-        if one.content:
-            items.append(_message(one.content, answer.entries(one.logprobs)))
-        items += [self._function(call) for call in one.calls]
-        return self._kept(self._whole(answer, items))
+        self.delta(answer, one, Delta(one.parts, one.logprobs))
+        self._finish()
+        return self._response(answer)
 
     def opening(self, answer: Answer) -> str:
         response = {**self._head(answer), "status": "in_progress", "output": [], "usage": None}
-        return "".join(self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress"))
+        return "".join(self._event(kind, response=response) for kind in ("created", "in_progress"))
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         out = ""
         self._logprobs += answer.entries(delta.logprobs)
         for part in delta.parts:
-            if part.kind == "reasoning":
-                out += self._begin("reasoning", _reasoning(""))
-                out += self._grow("response.reasoning_text.delta", part.text)
-            elif part.kind == "content":
-                out += self._begin("message", _message(""))
-                out += self._grow("response.output_text.delta", part.text)
-            elif part.kind == "call":
-                call = replace(choice.calls[part.index], arguments="")
-                out += self._begin(f"call {part.index}", self._function(call))
-            else:
-                out += self._grow("response.function_call_arguments.delta", part.text)
+            if part.kind == "call":
+                out += self._begin(self._function(choice.calls[part.index]))
+                continue
+            kind = {"content": "message", "reasoning": "reasoning"}.get(part.kind, self._open)
+            if kind != self._open:
+                out += self._begin(_empty(kind))
+            out += self._grow(part.text)
         return out
 
     def closing(self, answer: Answer) -> str:
-        out, whole = self._finish(), self._whole(answer, self._items)
-        kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-        return out + self._event(kind, response=self._kept(whole))
+        out, response = self._finish(), self._response(answer)
+        return out + self._event(str(response["status"]), response=response)
 
     def error(self, error: ApiError) -> str:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _kept(self, response: Json) -> Json:
+    def _response(self, answer: Answer) -> Json:
         """Stored for the requests that go on from it, unless its sender does not want that."""
-        if self._asked.get("store"):
-            messages = [dict(m) for m in self._messages]
-            for item in cast(list[Json], response["output"]):
-                _add(messages, ResponsesItem.model_validate(item))
-            self._store.put(self._client, messages, self._input, response)
-        return response
-
-    def _whole(self, answer: Answer, items: list[Json]) -> Json:
-        cut = answer.choices[0].finish == "length"
-        return {
+        one = answer.choices[0]
+        cut = one.finish == "length"
+        response = {
             **self._head(answer),
             "status": "incomplete" if cut else "completed",
-            "output": items,
+            "output": self._items,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
                 "input_tokens": answer.prompt_tokens,
@@ -306,6 +235,12 @@ class ResponsesWire:
                 "total_tokens": answer.prompt_tokens + answer.new_tokens,
             },
         }
+        if self._asked["store"]:
+            calls = [_call(c.id, c.name, c.arguments) for c in one.calls]
+            said: Json = {"role": "assistant", "content": one.content, **({"tool_calls": calls} if calls else {})}
+            messages = [*self._messages, said] if one.content or calls else self._messages
+            self._store.put(self._client, messages, self._input, response)
+        return response
 
     def _head(self, answer: Answer) -> Json:
         return {
@@ -316,79 +251,66 @@ class ResponsesWire:
             "error": None,
             "incomplete_details": None,
             **self._asked,
+            "service_tier": "default",
         }
 
-    def _function(self, call: ToolCall) -> Json:
-        return {
-            "type": "function_call",
-            "id": f"fc_{secrets.token_hex(12)}",
-            "call_id": call.id,
-            **own_name(cast(list[Json], self._asked.get("tools") or []), call.name),
-            "arguments": call.arguments,
-            "status": "completed",
-        }
+    def _function(self, call: ToolCall) -> dict[str, Any]:
+        id = f"fc_{secrets.token_hex(12)}"
+        named = own_name(self._asked["tools"], call.name)
+        return {"type": "function_call", "id": id, "call_id": call.id, **named, "arguments": ""}
 
-    def _event(self, type_: str, **fields: object) -> str:
+    def _event(self, kind: str, **fields: object) -> str:
         self._number += 1
+        type_ = kind if kind == "error" else f"response.{kind}"
         return sse({"type": type_, "sequence_number": self._number - 1, **fields}, type_)
 
-    def _begin(self, kind: str, item: Json) -> str:
-        if kind == self._open:
-            return ""
+    def _begin(self, item: dict[str, Any]) -> str:
         out = self._finish()
-        self._open = kind
-        self._items.append({**item, "status": "in_progress"})
-        place = {"output_index": len(self._items) - 1}
+        self._open = item["type"]
+        self._items.append(item)
+        item["status"] = "in_progress"
         empty: Json = {"content": []} if "content" in item else {}
-        out += self._event("response.output_item.added", item={**self._items[-1], **empty}, **place)
-        if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            out += self._event("response.content_part.added", item_id=item["id"], content_index=0, part=part, **place)
+        out += self._event("output_item.added", item={**item, **empty}, output_index=len(self._items) - 1)
+        if self._open == "message":
+            out += self._event("content_part.added", part=item["content"][0], **self._place())
         return out
 
-    def _grow(self, event: str, text: str) -> str:
+    def _place(self) -> Json:
         item = self._items[-1]
-        if item["type"] == "function_call":
-            item["arguments"] = str(item["arguments"]) + text
-            more: Json = {}
+        place: Json = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return {**place, "content_index": 0} if "content" in item else place
+
+    def _grow(self, text: str) -> str:
+        item, more = self._items[-1], self._place()
+        if self._open == "function_call":
+            item["arguments"] += text
         else:
-            part = cast(list[Json], item["content"])[0]
-            part["text"] = str(part["text"]) + text
-            more = {"content_index": 0}
-            if item["type"] == "message":
-                more["logprobs"], self._logprobs = self._logprobs, []
-                part["logprobs"] = [*cast(list[Json], part["logprobs"]), *cast(list[Json], more["logprobs"])]
-        return self._event(event, item_id=item["id"], output_index=len(self._items) - 1, delta=text, **more)
+            item["content"][0]["text"] += text
+        if self._open == "message":
+            more["logprobs"] = self._logprobs
+            item["content"][0]["logprobs"] += self._logprobs
+            self._logprobs = []
+        return self._event(f"{EVENTS[self._open]}.delta", delta=text, **more)
 
     def _finish(self) -> str:
         """The open item is complete."""
-        if self._open is None:
+        if not self._open:
             return ""
-        item, self._open = self._items[-1], None
+        item, place, kind = self._items[-1], self._place(), self._open
+        self._open = ""
         item["status"] = "completed"
-        place: Json = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        if item["type"] == "function_call":
-            out = self._event(
-                "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"], **place
-            )
-        else:
-            part = cast(list[Json], item["content"])[0]
-            message = item["type"] == "message"
-            done = "response.output_text.done" if message else "response.reasoning_text.done"
-            out = self._event(
-                done, text=part["text"], content_index=0, **({"logprobs": part["logprobs"]} if message else {}), **place
-            )
-            if message:
-                out += self._event("response.content_part.done", part=part, content_index=0, **place)
-        return out + self._event("response.output_item.done", item=item, output_index=place["output_index"])
+        part = item if kind == "function_call" else item["content"][0]
+        told = {name: part[name] for name in ("name", "arguments", "text", "logprobs") if name in part}
+        out = self._event(f"{EVENTS[kind]}.done", **told, **place)
+        if kind == "message":
+            out += self._event("content_part.done", part=part, **place)
+        return out + self._event("output_item.done", item=item, output_index=place["output_index"])
 
 
-def _message(text: str, logprobs: list[Json] | None = None) -> Json:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
-    item = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
-    return {**item, "status": "completed", "content": [part]}
-
-
-def _reasoning(text: str) -> Json:
-    part = {"type": "reasoning_text", "text": text}
-    return {"type": "reasoning", "id": f"rs_{secrets.token_hex(12)}", "summary": [], "content": [part]}
+def _empty(kind: str) -> dict[str, Any]:
+    """An item of text."""
+    id, part = secrets.token_hex(12), {"type": EVENTS[kind], "text": ""}
+    if kind == "reasoning":
+        return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [part]}
+    content = [{**part, "annotations": [], "logprobs": []}]
+    return {"type": kind, "id": f"msg_{id}", "role": "assistant", "content": content}
