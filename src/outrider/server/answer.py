@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..engine.engine import Event
-from ..engine.grammar import CompiledGrammar
 from ..engine.step import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
@@ -65,10 +64,6 @@ class Job:
     def prompts(self) -> list[list[int]]:
         """Each once, however many answers it has."""
         return list({id(r.prompt): r.prompt for r in self.requests}.values())
-
-    def under(self, grammar: CompiledGrammar) -> Job:
-        requests = [replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests]
-        return replace(self, requests=requests, grammar=None)
 
 
 def single_tokens(event: Event) -> list[Event]:

@@ -195,12 +195,12 @@ class Server:
         namespace = b"" if self.settings.share_prefixes else self.keys.namespace(client)
         if body.cache_salt is not None:
             namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
+        grammar = None if job.grammar is None else await model.grammars.get(job.grammar, client)
         for r in job.requests:
             r.adapter, r.namespace, r.client = adapter, namespace, client
-        if job.grammar is not None:
-            job = job.under(await model.grammars.get(job.grammar, client))
-        if self.settings.log_prompts:
-            for r in job.requests:
+            if grammar is not None:
+                r.params = replace(r.params, grammar=grammar)
+            if self.settings.log_prompts:
                 log.info("prompt %s: %r", r.id, model.backend.tokenizer.decode(r.prompt))
 
         answer = Answer(job, model.backend.tokenizer, model.name if adapter is None else f"{model.name}:{adapter}")

@@ -24,7 +24,7 @@ TYPES = {
     429: "rate_limit_error",
 }
 T = TypeVar("T")
-TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "NamedTool", "NamedFunction"}
+TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "Tool", "Function"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
 # A parser holds the interpreter until it is done. 4 MB of text take it 5 ms, 4 MB of `{},` half a second: what counts

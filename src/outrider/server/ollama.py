@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, arguments_of
 from .errors import ApiError, bad, bad_if
+from .output import loaded
 from .schema import ChatRequest, CompletionRequest, Lenient
 from .spellings import OLLAMA
 
@@ -72,10 +73,7 @@ class ShowBody(Lenient):
 
 def asks_nothing(raw: bytes) -> bool:
     """Of a body that is one of the two; what is wrong with another is found where that is read."""
-    try:
-        given = json.loads(raw)
-    except (ValueError, RecursionError):
-        return False
+    given = loaded(raw)
     return isinstance(given, dict) and not any(given.get(name) for name in ("prompt", "messages", "images", "suffix"))
 
 

@@ -7,6 +7,7 @@ gives the same parts (adjacent pieces of one part are joined). `tests/property/t
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
@@ -148,3 +149,11 @@ def join(parts: Iterable[OutputPart]) -> list[OutputPart]:
         else:
             out.append(part)
     return out
+
+
+def loaded(text: str | bytes, otherwise: object = None) -> object:
+    """What JSON text says; `otherwise` if it is none, or nests too deep."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise

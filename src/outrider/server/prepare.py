@@ -28,9 +28,9 @@ from .errors import ContextOverflow, bad, bad_if, check_size
 from .grammar_source import MAX_CALLS, GrammarSource
 from .image_fetch import fetch_image
 from .model_info import ServedModel
-from .output import Parser, ParserChain, PlainText
+from .output import Parser, ParserChain, PlainText, loaded
 from .reasoning import Thoughts
-from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, PredictedOutput
+from .schema import ChatRequest, Common, CompletionRequest, Message, Tool
 from .settings import ServerSettings
 from .spellings import UNCHANGED
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
@@ -69,8 +69,9 @@ class Preparer:
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
         params = self._params(body, body.alternatives, self._hand_over if body.tools else ())
-        n, last = body.n or 1, body.messages[-1]
-        requests = self._requests(body, [ids], params, n, self._hint(body.prediction))
+        n, last, guess = body.n or 1, body.messages[-1], body.prediction
+        hint = () if guess is None else tuple(self.tokens(guess.text, False, "prediction"))
+        requests = self._requests(body, [ids], params, n, hint)
         echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
         return Job(body, requests, parser, params.seed, n, echoes, grammar)
 
@@ -151,8 +152,8 @@ class Preparer:
         self.answers(body)
         return self._prompt(body)
 
-    def tokens(self, text: str, special: bool) -> list[int]:
-        self.check_length(text, "prompt")
+    def tokens(self, text: str, special: bool, field: str = "prompt") -> list[int]:
+        self.check_length(text, field)
         return self._encode(text, bos=special)
 
     def prompt_ids(self, prompt: str | list[object], field: str, keep: slice | None = None) -> list[int]:
@@ -259,12 +260,6 @@ class Preparer:
     def sees(self) -> bool:
         return not isinstance(self.backend.vision, str)
 
-    def _hint(self, prediction: PredictedOutput | None) -> tuple[int, ...]:
-        if prediction is None:
-            return ()
-        self.check_length(prediction.text, "prediction")
-        return tuple(self._encode(prediction.text, bos=False))
-
     def _message(self, message: Message) -> dict[str, JsonValue]:
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         out: dict[str, JsonValue] = {"role": role, "content": message.text}
@@ -272,17 +267,14 @@ class Preparer:
             out["content"] = [
                 {"type": "image"} if part.image else {"type": "text", "text": part.text} for part in message.content
             ]
-        if message.calls:
+        if message.tool_calls:
             calls: list[JsonValue] = []
-            for call in message.calls:
+            for call in message.tool_calls:
                 given = call.function.arguments or "{}"
                 if isinstance(given, str) and len(given) > LONG:
                     check_size(given.encode("utf-8", "replace"))  # it is a body of its own
-                try:
-                    arguments: JsonValue = json.loads(given) if isinstance(given, str) else cast(JsonValue, given)
-                except (ValueError, RecursionError):
-                    # a call that was cut off comes back as it was: the conversation can go on
-                    arguments = cast(JsonValue, given)
+                # a call that was cut off comes back as it was: the conversation can go on
+                arguments = cast(JsonValue, loaded(given, given) if isinstance(given, str) else given)
                 function: JsonValue = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call.id, "type": "function", "function": function})
             out["tool_calls"] = calls
@@ -382,7 +374,7 @@ class Preparer:
         """A grammar of calls of these functions; with a format, of those or an answer of that form."""
         functions = [(t.function.name, t.function.parameters or {"type": "object"}) for t in body.tools or []]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
-        if isinstance(body.tool_choice, NamedTool):
+        if isinstance(body.tool_choice, Tool):
             wanted = body.tool_choice.function.name
             functions, most = [f for f in functions if f[0] == wanted][:1], 1
         payload: dict[str, object] = {"functions": functions, "most": most}

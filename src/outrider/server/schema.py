@@ -120,8 +120,12 @@ def image_of(given: object) -> str:
     return url
 
 
-def joined(content: str | list[TextPart] | None) -> str:
-    return content if isinstance(content, str) else "".join(p.text for p in content or ())
+class WithText(Lenient):
+    content: str | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
 
 
 class FunctionCall(Lenient):
@@ -135,9 +139,8 @@ class ToolCallIn(Lenient):
     function: FunctionCall
 
 
-class Message(Lenient):
+class Message(WithText):
     role: Role
-    content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallIn] | None = None
     tool_call_id: str | None = None
@@ -148,21 +151,14 @@ class Message(Lenient):
     def fits_role(self) -> Message:
         refuse(self.tool_calls and self.role != "assistant", "only an assistant message may hold tool_calls")
         refuse(self.content is None and self.role not in ("assistant", "tool", "function"), "content is missing")
+        if self.function_call is not None and not self.tool_calls:
+            self.tool_calls = [ToolCallIn(id="call_0", function=self.function_call)]
         return self
-
-    @property
-    def text(self) -> str:
-        return joined(self.content)
 
     @property
     def images(self) -> list[str]:
         """Data URLs and addresses, in order."""
         return [p.image for p in self.content if p.image] if isinstance(self.content, list) else []
-
-    @property
-    def calls(self) -> list[ToolCallIn]:
-        old = [ToolCallIn(id="call_0", function=self.function_call)] if self.function_call is not None else []
-        return list(self.tool_calls or old)
 
 
 class Function(Strict):
@@ -177,15 +173,6 @@ class Tool(Lenient):
 
     type: Literal["function"]
     function: Function
-
-
-class NamedFunction(Strict):
-    name: ToolName
-
-
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: NamedFunction
 
 
 class SchemaFormat(Strict):
@@ -229,15 +216,10 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
-class PredictedOutput(Strict):
+class PredictedOutput(WithText):
     """OpenAI's predicted outputs: here a source of drafts, so it changes nothing but the speed."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        return joined(self.content)
 
 
 class OutriderOptions(Strict):
@@ -284,6 +266,8 @@ class Common(Strict):
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool | None = None
+    echo: bool | None = None  # the answer repeats the prompt, or an assistant message at its end
+    prompt_logprobs: Likeliest | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as "token_id:15"
     # keep the prompt's last n tokens (truncation_side "right": its first); -1: as many as fit
@@ -319,6 +303,8 @@ class Common(Strict):
     @model_validator(mode="after")
     def consistent(self) -> Common:
         refuse(self.stream_options and not self.stream, "stream_options needs stream: true")
+        streamed = self.prompt_logprobs is not None and self.stream
+        refuse(streamed, "prompt_logprobs are not available when stream is true; echo of completions with logprobs is")
         refuse(any(len(s) > 256 for s in self.stop or ()), "stop strings have at most 256 characters")
         return self
 
@@ -351,16 +337,14 @@ class ChatRequest(Common):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(max_length=128)] | None = None  # as it was before there were tools
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    function_call: Literal["none", "auto"] | Function | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the last message is the assistant's and goes on
-    echo: bool | None = None  # the answer repeats an assistant message at the end
-    prompt_logprobs: Likeliest | None = None
     prediction: PredictedOutput | None = None
 
     @model_validator(mode="after")
@@ -368,11 +352,11 @@ class ChatRequest(Common):
         if self.functions and not self.tools:
             self.tools = [Tool(type="function", function=f) for f in self.functions]
             call = self.function_call
-            self.tool_choice = NamedTool(type="function", function=call) if isinstance(call, NamedFunction) else call
+            self.tool_choice = Tool(type="function", function=call) if isinstance(call, Function) else call
         refuse(self.limit == 0, "max_tokens must be at least 1, or -1 for as many as fit")
         refuse(self.top_logprobs and not self.logprobs, "top_logprobs needs logprobs: true")
         refuse(self.tool_choice not in (None, "none", "auto") and not self.tools, "tool_choice needs tools")
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, Tool):
             name, known = self.tool_choice.function.name, [t.function.name for t in self.tools or []]
             refuse(name not in known, f"tool_choice names '{name}', which is not among tools")
         options = self.chat_template_kwargs or {}
@@ -385,8 +369,6 @@ class ChatRequest(Common):
         refuse(twice, "messages can't end with two assistant messages; put what they say into one")
         if last.prefix and last.role == "assistant":
             self.continue_final_message = True
-        streamed = self.prompt_logprobs is not None and self.stream
-        refuse(streamed, "prompt_logprobs are not available when stream is true")
         goes_on, begins = self.continue_final_message, self.add_generation_prompt
         refuse(goes_on and last.role != "assistant", "continue_final_message needs an assistant message at the end")
         refuse(goes_on and begins, "continue_final_message and add_generation_prompt exclude each other")
@@ -410,17 +392,14 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     prompt: Prompts = Field(description="A text, token ids, or a list of either.")
     logprobs: Likeliest | None = None
-    echo: bool | None = None
     best_of: Annotated[Integer, Field(ge=1, le=128)] | None = None
     suffix: str | None = None
-    prompt_logprobs: Likeliest | None = None
 
     @model_validator(mode="after")
     def completion_consistent(self) -> CompletionRequest:
         n = self.n or 1
-        best_of, streamed = self.best_of or n, self.prompt_logprobs is not None and self.stream
+        best_of = self.best_of or n
         refuse(best_of < n, "best_of must be at least n")
-        refuse(streamed, "prompt_logprobs are not available when stream is true; echo with logprobs is")
         refuse(best_of > n and self.stream, "best_of can't be streamed")
         return self
 

@@ -92,14 +92,11 @@ Prompts = Annotated[list[str | list[object]], BeforeValidator(split_prompts)]
 Texts = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]  # or one
 
 
-def without_off(fields: Fields, off: dict[str, tuple[object, ...]]) -> Fields:
-    return {k: v for k, v in fields.items() if k not in off or v not in off[k]}
-
-
 def spelled(fields: Fields) -> Fields:
     """As schema.py has them."""
     chat = "messages" in fields
-    out = without_off(fields, {**OFF, **OFF_IN_CHAT} if chat else OFF)
+    off = {**OFF, **OFF_IN_CHAT} if chat else OFF
+    out = {k: v for k, v in fields.items() if k not in off or v not in off[k]}
     limit = out.pop("n_predict", None)  # llama.cpp's max_tokens
     if limit is not None:
         limit = -1 if limit == -2 else limit  # -2: until the context is full

@@ -14,7 +14,7 @@ import re
 from abc import abstractmethod
 from contextlib import suppress
 
-from .output import CharParser, EndOfText, OutputPart, Reading, TagParser, join
+from .output import CharParser, EndOfText, OutputPart, Reading, TagParser, join, loaded
 
 GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_RESPONSE = "<|tool_response>"
@@ -96,30 +96,27 @@ class GemmaCalls(_Calls):
 
     def _arguments(self) -> Reading[None]:
         while self._stack:
-            if self._in_list:
-                if (yield from self._value(self._comma, "")):
-                    self._pop()
-            elif (key := (yield from self._key())) is None:
+            there = self._in_list or (yield from self._key())
+            if not there or (yield from self._value()):
                 self._pop()
-            else:
-                self._args(f"{self._comma}{_dumps(key)}:")
-                if (yield from self._value("", "null")):
-                    self._pop()
 
-    def _key(self) -> Reading[str | None]:
-        """None: the object ended."""
+    def _key(self) -> Reading[bool]:
+        """False: the object ended."""
         text = ""
         while (char := (yield)) != ":":
             if char == "}" and not text.strip():
-                return None
+                return False
             text += char if char != "," or text.strip() else ""
             if text.endswith(GEMMA_CLOSE):
                 raise EndOfText(True)
-        return text.strip().removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE).strip('"')
+        key = text.strip().removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE).strip('"')
+        self._args(f"{self._comma}{_dumps(key)}:")
+        return True
 
-    def _value(self, comma: str, missing: str) -> Reading[bool]:
-        """Whether the list or object ended with the value. missing: what is written where there is none."""
+    def _value(self) -> Reading[bool]:
+        """Whether the list or object ended with the value. Where there is none, an object's is null."""
         text = ""
+        comma, missing = (self._comma, "") if self._in_list else ("", "null")
         try:
             while True:
                 char = yield
@@ -238,13 +235,13 @@ class JsonCalls(_Calls):
 
     def _whole(self, text: str) -> None:
         """A call out of a whole object."""
-        found = _loads(text)
+        found = loaded(text)
         name = found.get("name") if isinstance(found, dict) else None
         if not isinstance(found, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise _Broken
         given = found.get("arguments", found.get("parameters"))
         if isinstance(given, str):  # some models write a string that holds JSON
-            given = _loads(given)
+            given = loaded(given)
         self._call(name)
         whole = _dumps(given if isinstance(given, dict) else {})
         self._args(whole.encode("utf-8", "replace").decode())  # a ? for each lone surrogate
@@ -278,13 +275,6 @@ def _drop(text: str) -> None:
 
 class _Broken(Exception):
     """Not JSON of the right shape."""
-
-
-def _loads(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _dumps(value: object) -> str:
