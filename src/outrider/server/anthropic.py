@@ -75,30 +75,6 @@ class MessagesRequest(Strict):
     betas: list[str] | None = None
 
 
-def parse(raw: bytes) -> ChatRequest:
-    body = MessagesRequest.model_validate_json(raw)
-    messages: list[Json] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system)})
-    for message in body.messages:
-        messages += _messages(message)
-    out: Json = {**body.model_dump(include=SAME), "messages": messages, "stop": body.stop_sequences}
-    if body.messages[-1].role == "assistant":
-        out["continue_final_message"] = True  # a prefill: the answer goes on from it
-    for tool in body.tools or []:
-        if tool.type not in (None, "custom"):
-            raise bad(f"tools: '{tool.name[:64]}' is of type '{tool.type[:40]}', which can't be run here.", "tools")
-    if body.tools:
-        functions = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in body.tools]
-        out["tools"] = [{"type": "function", "function": function} for function in functions]
-    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
-        out["parallel_tool_calls"] = False
-    config = body.output_config or OutputConfig()
-    if body.thinking is not None:
-        out["reasoning_effort"] = "none" if body.thinking.get("type") == "disabled" else config.effort or "medium"
-    return ChatRequest.model_validate({**out, "response_format": config.format or body.output_format})
-
-
 def _messages(message: AnthropicMessage) -> list[Json]:
     """One of theirs may be several of ours: results of tools come first, then what the user says."""
     if isinstance(message.content, str):
@@ -145,7 +121,28 @@ class AnthropicWire(Wire):
         self._index = -1
 
     def parse(self, raw: bytes) -> ChatRequest:
-        return parse(raw)
+        body = MessagesRequest.model_validate_json(raw)
+        messages: list[Json] = []
+        if body.system:
+            messages.append({"role": "system", "content": _text(body.system)})
+        for message in body.messages:
+            messages += _messages(message)
+        out: Json = {**body.model_dump(include=SAME), "messages": messages, "stop": body.stop_sequences}
+        if body.messages[-1].role == "assistant":
+            out["continue_final_message"] = True  # a prefill: the answer goes on from it
+        tools: list[Json] = []
+        for t in body.tools or []:
+            if t.type not in (None, "custom"):
+                raise bad(f"tools: '{t.name[:64]}' is of type '{t.type[:40]}', which can't be run here.", "tools")
+            function = {"name": t.name, "description": t.description, "parameters": t.input_schema}
+            tools.append({"type": "function", "function": function})
+        if (body.tool_choice or {}).get("disable_parallel_tool_use"):
+            out["parallel_tool_calls"] = False
+        config = body.output_config or OutputConfig()
+        if body.thinking is not None:
+            out["reasoning_effort"] = "none" if body.thinking.get("type") == "disabled" else config.effort or "medium"
+        form = config.format or body.output_format
+        return ChatRequest.model_validate({**out, "tools": tools or None, "response_format": form})
 
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]

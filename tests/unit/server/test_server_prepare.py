@@ -12,7 +12,8 @@ from tests import tiny
 from tests.server_fakes import SPECIAL, FakeEngine, tokenizer
 
 from outrider.engine.text import Tokenizer
-from outrider.server import anthropic, ollama
+from outrider.server import ollama
+from outrider.server.anthropic import AnthropicWire
 from outrider.server.dialect import in_turns
 from outrider.server.errors import ApiError
 from outrider.server.model_info import ServedModel
@@ -81,7 +82,7 @@ def claude_code() -> ChatRequest:
     result = {"type": "tool_result", "tool_use_id": "c", "content": "12"}
     talk = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "system", "content": "b"}, use]
     talk += [{"role": "user", "content": [result, {"type": "text", "text": "more"}]}]
-    return anthropic.parse(json.dumps({"max_tokens": 8, "system": "s", "messages": talk}).encode())
+    return AnthropicWire().parse(json.dumps({"max_tokens": 8, "system": "s", "messages": talk}).encode())
 
 
 def codex() -> ChatRequest:
