@@ -28,7 +28,6 @@ class ContentBlock(Lenient):
     input: dict[str, object] | None = None
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
-    is_error: bool | None = None
     source: dict[str, object] | None = None  # of an image
 
 
@@ -66,8 +65,7 @@ class MessagesRequest(Strict):
     service_tier: str | None = None
     output_config: OutputConfig | None = None
     output_format: ResponseFormat | None = None  # its older place
-    # of no effect here: how a prompt is cached, where it is computed, what a client would have left out of a long
-    # conversation
+    # of no effect here: how a prompt is cached, where it is computed, what is left out of a long conversation
     cache_control: dict[str, object] | None = None
     context_management: dict[str, object] | None = None
     inference_geo: str | None = None

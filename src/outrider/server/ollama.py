@@ -46,7 +46,6 @@ class OllamaRequest(Lenient):
     format: str | dict[str, object] | None = None
     options: dict[str, JsonValue] | None = None
     think: bool | str | None = None
-    keep_alive: int | float | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

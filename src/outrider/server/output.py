@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]  # gets a character at every `yield`
@@ -24,14 +24,6 @@ class OutputPart:
     kind: Kind
     text: str  # call: the function's name; args: a piece of its JSON arguments
     index: int = 0  # which call
-
-
-class Parser(Protocol):
-    @property
-    def calls(self) -> int: ...  # tool calls seen so far
-
-    def feed(self, text: str) -> list[OutputPart]: ...
-    def finish(self, complete: bool) -> list[OutputPart]: ...
 
 
 class EndOfText(Exception):
@@ -113,6 +105,9 @@ class ParserChain:
         for part in parts:
             out += self._tools.feed(part.text) if part.kind == "content" else [part]
         return out
+
+
+Parser = CharParser | PlainText | ParserChain
 
 
 class TagParser:

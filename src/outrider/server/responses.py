@@ -59,7 +59,6 @@ class ResponsesTool(Lenient):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: bool | None = None
     tools: list[ResponsesTool] | None = None  # of a namespace
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -33,11 +34,11 @@ ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass(frozen=True)
 class Routes:
     """Adds routes to an app. Bodies are read by us, off the event loop; openapi.json only tells their shape."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self._app = app
+    app: FastAPI
 
     def post(
         self, path: str, shape: type[BaseModel] | None, answer: Handler, method: str = "POST", seen: bool | None = None
@@ -47,7 +48,7 @@ class Routes:
 
         extra = _request_body(shape) if shape is not None else {"parameters": [ID]} if "{id" in path else {}
         shown = path.startswith("/v1") if seen is None else seen
-        add = self._app.add_api_route
+        add = self.app.add_api_route
         add(path, handle, methods=[method], responses=ERRORS, name=path, openapi_extra=extra, include_in_schema=shown)
 
     def tell(self, path: str, told: Callable[..., object], seen: bool = True, method: str = "GET") -> None:

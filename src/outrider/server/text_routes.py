@@ -5,26 +5,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field
 
 from .answer import Json
 from .errors import bad
 from .prepare import Preparer
 from .schema import ChatRequest, Lenient, TokenId
 
-CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-
 
 class TokenizeRequest(Lenient):
-    """A text, or what /v1/chat/completions would read: `messages` with `tools` and the options of the chat template."""
+    """A text, or what /v1/chat/completions would read: `messages`, and what else shapes a prompt."""
 
+    model_config = ConfigDict(extra="allow")
     prompt: str | None = None
     content: str | None = None  # llama.cpp's name for it
     messages: list[object] | None = None
-    tools: list[object] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
@@ -39,7 +34,8 @@ def tokenize(raw: bytes, preparer: Preparer) -> Json:
     body = TokenizeRequest.model_validate_json(raw)
     text = body.prompt if body.prompt is not None else body.content
     if body.messages is not None:
-        ids = preparer.conversation(ChatRequest.model_validate(body.model_dump(include=CHAT_FIELDS))).ids
+        given = {k: v for k, v in (body.model_extra or {}).items() if k in ChatRequest.model_fields}
+        ids = preparer.conversation(ChatRequest.model_validate({**given, "messages": body.messages})).ids
     elif text is not None:
         asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
         special = body.prompt is not None if asked is None else asked  # vLLM's default is true, llama.cpp's false
