@@ -23,6 +23,7 @@ from .schema import ChatRequest, CompletionRequest
 
 Json = dict[str, object]
 Table = dict[int, float] | None  # {token id: logprob}; None for the first token, which has no context
+Scored = Sequence[tuple[int, Table]]  # tokens with their log-probabilities
 LEAST = -9999.0  # JSON has no -inf
 
 
@@ -226,7 +227,7 @@ class Answer:
 
     # ---- log-probabilities as OpenAI's, Ollama's and the Responses API have them in common
 
-    def entries(self, scored: Sequence[tuple[int, Table]]) -> list[Json]:
+    def entries(self, scored: Scored) -> list[Json]:
         wanted = self.job.body.alternatives
         if wanted is None:
             return []

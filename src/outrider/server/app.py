@@ -204,8 +204,8 @@ class Server:
                 log.info("prompt %s: %r", r.id, model.backend.tokenizer.decode(r.prompt))
 
         answer = Answer(job, model.backend.tokenizer, model.name if adapter is None else f"{model.name}:{adapter}")
-        route, deadline = route_of(request.state.path), began + self.settings.timeout
-        call = Call(self, model, client, answer, wire, stack, route, deadline)
+        route = route_of(request.state.path)
+        call = Call(self, model, answer, wire, stack, route, began)
         if self.tracing is not None:
             arrived = time.time() - (time.monotonic() - began)
             stack.callback(

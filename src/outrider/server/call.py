@@ -37,23 +37,15 @@ T = TypeVar("T")
 
 class Call:
     """Hands its sequences to the engine, each in its turn: the first is waited for, the others follow while it runs.
-    `taken`: what was taken on the way to here (model, places) and is given back at the end."""
+    `taken`: what was taken on the way here (model, places) and is given back at the end. `since`: when it arrived."""
 
     def __init__(
-        self,
-        server: Server,
-        model: LoadedModel,
-        client: str,
-        answer: Answer,
-        wire: Wire,
-        taken: ExitStack,
-        route: str,
-        deadline: float,
+        self, server: Server, model: LoadedModel, answer: Answer, wire: Wire, taken: ExitStack, route: str, since: float
     ) -> None:
-        self._server, self._model, self._client = server, model, client
+        self._server, self._model, self._client = server, model, answer.job.requests[0].client
         self.answer, self._wire, self._taken, self._route = answer, wire, taken, route
         self._job, self._timeout = answer.job, server.settings.timeout
-        self._began, self.deadline = time.monotonic(), deadline
+        self._began, self.deadline = time.monotonic(), since + self._timeout
         self._stream = RequestStream(model.runner, (r.id for r in self._job.requests))
         self._holding: set[str] = set()  # requests that have a place in the engine
         self._others: asyncio.Task[None] | None = None

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from .. import __version__
 from ..types import RequestStats
-from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Table, ToolCall, Wire, sse
+from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Scored, Table, ToolCall, Wire, sse
 from .output import OutputPart
 from .schema import ChatRequest, CompletionRequest
 
@@ -103,12 +103,7 @@ class OpenAIWire(Wire):
         return {"tool_calls": [{"index": part.index, **named, "function": function}]}
 
     def _chunk(
-        self,
-        answer: Answer,
-        choice: AnswerChoice,
-        delta: Json,
-        logprobs: Sequence[tuple[int, Table]] = (),
-        more: Json | None = None,
+        self, answer: Answer, choice: AnswerChoice, delta: Json, logprobs: Scored = (), more: Json | None = None
     ) -> Json:
         said: Json = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         body = {**self._choice(answer, choice, logprobs, said), **(more or {})}
@@ -129,7 +124,7 @@ class OpenAIWire(Wire):
             "object": f"chat.completion{chunk}" if self._chat else "text_completion",
         }
 
-    def _choice(self, answer: Answer, choice: AnswerChoice, scored: Sequence[tuple[int, Table]], said: Json) -> Json:
+    def _choice(self, answer: Answer, choice: AnswerChoice, scored: Scored, said: Json) -> Json:
         logprobs = self._logprobs(answer, choice, scored)
         return {"index": choice.index, "finish_reason": None, "logprobs": logprobs, **said}
 
@@ -142,7 +137,7 @@ class OpenAIWire(Wire):
 
     # ---- log-probabilities
 
-    def _logprobs(self, answer: Answer, choice: AnswerChoice, scored: Sequence[tuple[int, Table]]) -> Json | None:
+    def _logprobs(self, answer: Answer, choice: AnswerChoice, scored: Scored) -> Json | None:
         job, wanted = answer.job, answer.job.body.alternatives
         if job.max_zero:
             scored = scored[: len(choice.prompt)] if job.echo_logprobs else ()

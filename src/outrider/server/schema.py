@@ -35,12 +35,9 @@ def fail_fast(node: object) -> None:
     if isinstance(node, dict):
         if node.get("type") in ("list", "tuple", "set", "frozenset", "dict"):
             node["fail_fast"] = True
-        for key, child in node.items():
-            if key != "metadata":
-                fail_fast(child)
-    elif isinstance(node, list):
-        for child in node:
-            fail_fast(child)
+        node = [child for key, child in node.items() if key != "metadata"]
+    for child in node if isinstance(node, list) else ():
+        fail_fast(child)
 
 
 def refuse(wrong: object, why: str) -> None:
@@ -233,8 +230,7 @@ class OutriderOptions(Strict):
 # Taken because clients send them, and of no effect on an answer here; counted in the metric `outrider_ignored_fields`.
 INERT = (
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
-    "modalities",
-    "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
+    "modalities", "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "prompt_cache_options",
     # parameters of samplers that are off
     "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base",

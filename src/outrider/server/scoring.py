@@ -134,23 +134,21 @@ async def embeddings(
             stack.enter_context(server.admission.enter(1, got.client))
             ids = await got.work(lambda: tokens(model.prepare, body))
             got.room.close()
-            vectors = await unless_gone(request, _vectors(model, ids, got.client, body.dimensions, adapter))
+
+            async def computed() -> list[list[float]]:
+                out: list[list[float]] = []
+                for one in ids:
+                    work = Embedder(one)
+                    work.adapter = adapter
+                    await run_scoring(model, work, got.client)
+                    out.append(work.vector(body.dimensions))
+                    size = len(out[-1])
+                    short = body.dimensions is not None and size < body.dimensions
+                    bad_if(short, f"dimensions: this model's vectors have {size}.", "dimensions")
+                return out
+
+            vectors = await unless_gone(request, computed())
     return await off_loop(lambda: told(body, vectors, sum(map(len, ids)), model.name))
-
-
-async def _vectors(
-    model: LoadedModel, ids: list[list[int]], client: str, dimensions: int | None, adapter: Adapter | None
-) -> list[list[float]]:
-    out: list[list[float]] = []
-    for one in ids:
-        work = Embedder(one)
-        work.adapter = adapter
-        await run_scoring(model, work, client)
-        vector = work.vector(dimensions)
-        short = dimensions is not None and len(vector) < dimensions
-        bad_if(short, f"dimensions: this model's vectors have {len(vector)}.", "dimensions")
-        out.append(vector)
-    return out
 
 
 def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:

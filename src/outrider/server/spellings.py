@@ -16,16 +16,13 @@ Fields = dict[str, object]
 # Samplers and switches of others that we don't have, at the values that mean "off". Any other value is refused.
 OFF: dict[str, tuple[object, ...]] = {
     "typical_p": (1,), "typical": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "dynatemp_range": (0,), "dynamic_temperature": (False,), "dry_multiplier": (0,), "xtc_probability": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,), "smoothing_factor": (0,), "top_n_sigma": (-1, 0), "penalty_alpha": (0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "num_beams": (1,), "use_beam_search": (False,),
-    "length_penalty": (1,),
+    "mirostat_mode": (0,), "dynatemp_range": (0,), "dynamic_temperature": (False,), "dry_multiplier": (0,),
+    "xtc_probability": (0,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "smoothing_factor": (0,),
+    "top_n_sigma": (-1, 0), "penalty_alpha": (0,), "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
+    "guidance_scale": (1,), "num_beams": (1,), "use_beam_search": (False,), "length_penalty": (1,),
     "early_stopping": (False,), "ban_eos_token": (False,), "include_reasoning": (True,), "separate_reasoning": (True,),
-    "stream_reasoning": (True,), "detokenize": (True,), "documents": ([],), "lora": ([],),
-    "logits_processors": ([],), "mm_processor_kwargs": ({},),
+    "stream_reasoning": (True,), "detokenize": (True,), "documents": ([],), "lora": ([],), "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
 }  # fmt: skip
 OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
 # Sampling where neither the request nor the model's generation_config.json sets a value. Small models produce nonsense
@@ -114,13 +111,11 @@ def spelled(fields: Fields) -> Fields:
 def tool_choice(fields: Fields) -> Fields:
     """Words as objects, Mistral's "any", a bare name, and OpenAI's `allowed_tools` (others are not offered)."""
     choice = fields.get("tool_choice")
-    if choice == "any":
-        return {**fields, "tool_choice": "required"}
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in ("auto", "none", "required", "any"):
+        return {**fields, "tool_choice": "required" if kind == "any" else kind}
     if not isinstance(choice, dict):
         return fields
-    kind = choice.get("type")
-    if kind in ("auto", "none", "required", "any"):
-        return tool_choice({**fields, "tool_choice": kind})
     if kind in ("function", "tool") and "function" not in choice and "name" in choice:
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice["name"]}}}
     if kind == "allowed_tools":
