@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..engine.engine import Event
@@ -67,21 +67,6 @@ class Job:
         return list({id(r.prompt): r.prompt for r in self.requests}.values())
 
 
-def single_tokens(event: Event) -> list[Event]:
-    """The event as one for each of its tokens; the last one ends the answer if it did."""
-    if len(event.tokens) < 2:
-        return [event]
-    tables = event.logprobs if event.logprobs is not None else [None] * len(event.tokens)
-    whole = replace(event, finish_reason=None, stats=None, error=None)
-    parts = [
-        replace(whole, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p])
-        for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
-    ]
-    parts[1:] = [replace(part, tree=None, drafts=None) for part in parts[1:]]
-    parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, stats=event.stats, error=event.error)
-    return parts
-
-
 @dataclass
 class ToolCall:
     name: str
@@ -121,11 +106,30 @@ class AnswerChoice:
 
     def take(self, event: Event) -> Delta:
         """If only one call is allowed, the answer ends at the token that begins the second one."""
-        delta = Delta()
-        for part in single_tokens(event) if self._one_call else [event]:
-            if self.finish is None:
-                self._take(part, delta)
-        delta.parts = join(delta.parts)
+        tokens, parts, parser = event.tokens, list[OutputPart](), self._parser
+        for i, text in enumerate(event.texts if self._one_call else ["".join(event.texts)], 1):
+            parts += parser.feed(text)
+            if self._one_call and parser.calls > 1:
+                tokens = event.tokens[:i]
+                break
+        if event.finish_reason is not None and len(tokens) == len(event.tokens):
+            complete = event.finish_reason == "stop"
+            parts += parser.finish(complete)
+            self.stats = event.stats
+            self.finish = "tool_calls" if complete and parser.calls else event.finish_reason
+            last = tokens[-1] if tokens and tokens[-1] in self._stop_ids else None
+            self.stopped_by = (event.stopped_by or last) if self.finish == "stop" else None
+        elif self._one_call and parser.calls > 1:
+            self.finish = "tool_calls"
+        kept = [p for p in parts if p.index == 0 or p.kind not in ("call", "args")] if self._one_call else parts
+        delta = Delta(join(kept), list(zip(tokens, event.logprobs or ())), ids=tokens)
+        if self._pieces is not None:
+            tree, shown, ends = event.tree, self._pieces, self._tokenizer.eos_ids
+            delta.tokens = [["" if t in ends else shown.push([t]), kind] for t, kind in zip(tokens, event.kinds)]
+            if tree is not None and tree.chain < len(tree.parents):  # a tree may be a chain after all
+                delta.draft = {"tree": {"tokens": self._texts(tree.tokens), "parents": tree.parents, "path": tree.path}}
+            elif event.drafts:
+                delta.draft = {"draft": self._texts(event.drafts)}
         for p in delta.parts:
             if p.kind == "content":
                 self.content += p.text
@@ -137,33 +141,8 @@ class AnswerChoice:
                 self.calls[p.index].arguments += p.text
         self.logprobs += delta.logprobs
         self.tokens += delta.tokens
-        self.ids += delta.ids
+        self.ids += tokens
         return delta
-
-    def _take(self, event: Event, delta: Delta) -> None:
-        parts = self._parser.feed("".join(event.texts))
-        delta.ids += event.tokens
-        if event.finish_reason is not None:
-            complete = event.finish_reason == "stop"
-            parts += self._parser.finish(complete)
-            self.stats = event.stats
-            self.finish = "tool_calls" if complete and self._parser.calls else event.finish_reason
-            last = event.tokens[-1] if event.tokens and event.tokens[-1] in self._stop_ids else None
-            self.stopped_by = (event.stopped_by or last) if self.finish == "stop" else None
-        kept = [p for p in parts if p.index == 0 or p.kind not in ("call", "args")] if self._one_call else parts
-        if len(kept) < len(parts) and self.finish is None:
-            self.finish = "tool_calls"  # the second call began: enough
-        delta.parts += kept
-        delta.logprobs += zip(event.tokens, event.logprobs or ())
-        if self._pieces is None:
-            return
-        for token, kind in zip(event.tokens, event.kinds):
-            delta.tokens.append(["" if token in self._tokenizer.eos_ids else self._pieces.push([token]), kind])
-        tree = event.tree
-        if tree is not None and tree.chain < len(tree.parents):  # a tree may be a chain after all
-            delta.draft = {"tree": {"tokens": self._texts(tree.tokens), "parents": tree.parents, "path": tree.path}}
-        elif event.drafts:
-            delta.draft = {"draft": self._texts(event.drafts)}
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         return [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in tokens]
