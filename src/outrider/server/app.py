@@ -164,10 +164,13 @@ class Server:
         began = time.monotonic()
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         curls = kind == CURLS and "origin" not in request.headers  # a page of a browser says where it comes from
+        unread = None
         if kind != "application/json" and not kind.endswith("+json") and not curls:
-            raise _unsupported("The body must be JSON: send 'Content-Type: application/json'.")
-        if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            raise _unsupported("Compressed bodies can't be read here: send it without Content-Encoding.")
+            unread = "The body must be JSON: send 'Content-Type: application/json'."
+        elif request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            unread = "Compressed bodies can't be read here: send it without Content-Encoding."
+        if unread is not None:
+            raise ApiError(415, unread, code="unsupported_media_type")
         stack = ExitStack()
         try:
             async with self.received(request) as got:
@@ -224,10 +227,6 @@ class Server:
             lane.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-
-
-def _unsupported(message: str) -> ApiError:
-    return ApiError(415, message, code="unsupported_media_type")
 
 
 def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> FastAPI:
