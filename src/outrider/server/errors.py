@@ -59,11 +59,6 @@ class ApiError(Exception):
         kind = self._kind("server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    @property
-    def headers(self) -> dict[str, str]:
-        out = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return {**out, "WWW-Authenticate": "Bearer"} if self.status == 401 else out
-
     def body_for(self, path: str) -> dict[str, object]:
         """As the clients of a route read errors: Ollama's, Anthropic's, else OpenAI's."""
         if path.startswith("/api/"):
@@ -75,7 +70,10 @@ class ApiError(Exception):
         return self.body()
 
     def response(self, path: str = "") -> JSONResponse:
-        return JSONResponse(self.body_for(path), status_code=self.status, headers=self.headers)
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body_for(path), status_code=self.status, headers=headers)
 
 
 class ContextOverflow(ApiError):
