@@ -133,12 +133,13 @@ def _name(tool: object) -> object:
 
 
 def thinking(fields: Fields) -> Fields:
-    """Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning`, as our `reasoning_effort`."""
+    """Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning`, as our two fields for it."""
     out = dict(fields)
     switch = out.get("enable_thinking")
     if isinstance(switch, bool):
         del out["enable_thinking"]
-        out.setdefault("reasoning_effort", "medium" if switch else "none")
+        options = out.get("chat_template_kwargs") or {}
+        out["chat_template_kwargs"] = {"enable_thinking": switch, **options} if isinstance(options, dict) else options
     asked = out.get("thinking")
     if isinstance(asked, dict) and asked.get("type") in ("enabled", "disabled", "adaptive", "auto"):
         del out["thinking"]
