@@ -85,8 +85,14 @@ def split_prompts(given: object) -> list[str | list[object]]:
     return given
 
 
-Prompts = Annotated[list[str | list[object]], BeforeValidator(split_prompts)]
-Texts = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]  # or one
+Prompts = Annotated[
+    list[str | list[object]],
+    BeforeValidator(split_prompts, json_schema_input_type=str | list[str | int | list[str | int]]),
+]
+Texts = Annotated[  # or one
+    list[str],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, json_schema_input_type=str | list[str]),
+]
 
 
 def spelled(fields: Fields) -> Fields:
