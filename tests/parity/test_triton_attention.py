@@ -296,7 +296,7 @@ def test_prompts_of_few_tiles_take_small_ones_in_eight_bits() -> None:
 
 @pytest.mark.parametrize("heads,kv_heads,k_eq_v", [(8, 4, False), (4, 1, True), (12, 6, False)])
 def test_heads_of_a_program_rotate_alike(
-    heads: int, kv_heads: int, k_eq_v: bool, monkeypatch: pytest.MonkeyPatch
+    ops: TritonOps, heads: int, kv_heads: int, k_eq_v: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads written to a neighbour's place or with its norm; programs with fewer heads than warps."""
     spec = AttnSpec(heads, kv_heads, 16, 0, True, k_eq_v=k_eq_v, norm_v=True)
@@ -306,8 +306,7 @@ def test_heads_of_a_program_rotate_alike(
     for rows in (6, 1):  # from which a program takes several heads: one head each, then four
         monkeypatch.setattr(rope, "PROMPT", rows)
         kv = cache(spec, [(5, 3), (0, 2)], 4)
-        cos, sin = rope.rope_angles(kv.positions, rand(8, seed=3), False)
-        q = rope.rope_write(qkv, cos, sin, *norms, spec, kv, False)
+        q = ops.rope_write(qkv, ops.rope_angles(kv.positions, rand(8, seed=3)), norms, spec, kv)
         assert kv.keys[0] is not None and kv.values[0] is not None
         found.append(torch.cat([t.nan_to_num(0.0).flatten() for t in (q, kv.keys[0], kv.values[0])]))
     assert torch.equal(*found)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import BlockAttn, BlockRows, KVView
-from .common import pdl_start
+from ..backend import Angles
+from .common import Launcher, pdl_start
 from .unpack import plain_value
 
 PROGRAMS = 264  # enough to keep the SMs of a Hopper busy
@@ -170,11 +171,10 @@ def block_combine_kernel(
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
 
-def attend(
-    q: Tensor, made: Tensor, cos: Tensor, sin: Tensor, attn: BlockAttn, kv: KVView, own: BlockRows, first: int,
-    pdl: bool,
+def attend_block(
+    ops: Launcher, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
 ) -> Tensor:
-    spec, (size, kv_heads, capacity, dim) = attn.spec, own.keys.shape
+    spec, (size, kv_heads, capacity, dim), (cos, sin), pdl = attn.spec, own.keys.shape, angles, ops.pdl
     rows, group = q.shape[0], spec.heads // spec.kv_heads
     slots, heads = rows // size, made.shape[1] // dim
     turned = torch.empty_like(q)

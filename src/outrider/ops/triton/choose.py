@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import pdl_start
+from .common import Launcher, pdl_start
 
 CHUNK = 2048  # columns a program; the second stage sees one candidate a chunk
 
@@ -115,7 +115,7 @@ def cluster_bonus_kernel(
 
 
 def cluster_bonus(
-    tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor, pdl: bool
+    ops: Launcher, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
 ) -> Tensor:
     """tokens [C, S] -> float32 [R, C]."""
     (clusters, size), rows = tokens.shape, seed.shape[0]
@@ -124,7 +124,7 @@ def cluster_bonus(
     some = max(1, 2048 // space)
     cluster_bonus_kernel[(rows, triton.cdiv(clusters, some))](
         tokens, seed, position, temperature, sampled.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
     )
     return out
 

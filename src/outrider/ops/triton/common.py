@@ -8,9 +8,17 @@ below the pass's first: a kernel without PDL runs between the pass that wrote th
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+class Launcher(Protocol):
+    """`TritonOps`, as the functions see it that are its methods."""
+
+    pdl: bool
 
 
 @triton.jit

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import activate, pdl_start
+from ..formats import DeviceWeight
+from ..reference import as_tensor
+from .common import Launcher, activate, pdl_start
 
 PROMPT = 256  # rows of a pass of prompts
 
@@ -33,14 +35,14 @@ def rms_norm_kernel(x, w, out, x_stride, n, eps, WEIGHT: tl.constexpr, BLOCK: tl
     tl.store(out + row * n + i, h.to(out.dtype.element_ty), mask=ok)
 
 
-def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
+def rms_norm(ops: Launcher, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     width = x.shape[-1]
     flat = x.reshape(-1, width)
-    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(flat.shape)
     block, warps = width_warps(width)
     rms_norm_kernel[(flat.shape[0],)](
         flat, flat if w is None else w, out, flat.stride(0), width, eps,
-        WEIGHT=w is not None, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        WEIGHT=w is not None, BLOCK=block, PDL=ops.pdl, num_warps=warps, launch_pdl=ops.pdl,
     )
     return out.view(x.shape)
 
@@ -67,16 +69,16 @@ def per_layer_kernel(
 
 
 def per_layer_inputs(
-    ids: Tensor, table: Tensor, projected: Tensor, scale: float, w: Tensor, eps: float, pdl: bool
+    ops: Launcher, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
 ) -> Tensor:
-    rows, width = projected.shape[0], w.shape[0]
+    dense, rows, width = as_tensor(table), projected.shape[0], w.shape[0]
     layers = projected.shape[1] // width
     out = torch.empty((layers, rows, width), dtype=projected.dtype, device=projected.device)
-    factor = float(torch.tensor(width**0.5, dtype=table.dtype))  # rounded as in embed
+    factor = float(torch.tensor(width**0.5, dtype=dense.dtype))  # rounded as in embed
     block, warps = width_warps(width)
     per_layer_kernel[(rows, layers)](
-        ids, table, projected, w, out, layers, scale, factor, eps, width, BLOCK=block, PDL=pdl, num_warps=warps,
-        launch_pdl=pdl,
+        ids, dense, projected, w, out, layers, scale, factor, eps, width, BLOCK=block, PDL=ops.pdl, num_warps=warps,
+        launch_pdl=ops.pdl,
     )
     return out
 
@@ -159,12 +161,13 @@ def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.const
     tl.store(out + row * n + i, e, mask=i < n)
 
 
-def embed(ids: Tensor, table: Tensor, scale: float, pdl: bool) -> Tensor:
-    width, ids = table.shape[1], ids.contiguous()  # a column of [B, K] tokens would be read as a row
-    out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
-    factor = float(torch.tensor(scale, dtype=table.dtype))  # on the host: rounded as the twin rounds it
+def embed(ops: Launcher, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
+    dense, ids = as_tensor(table), ids.contiguous()  # a column of [B, K] tokens would be read as a row
+    width = dense.shape[1]
+    out = dense.new_empty((ids.shape[0], width))
+    factor = float(torch.tensor(scale, dtype=dense.dtype))  # on the host: rounded as the twin rounds it
     embed_kernel[(ids.shape[0], triton.cdiv(width, 2048))](
-        ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ids, dense, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
     )
     return out
 
@@ -181,11 +184,11 @@ def act_mul_kernel(x, y, out, n, x_stride, y_stride, ACT: tl.constexpr, BLOCK: t
     tl.store(out + row * n + i, (activate(a, ACT).to(kind).to(tl.float32) * b).to(kind), mask=ok)
 
 
-def act_mul(x: Tensor, y: Tensor, act: str, pdl: bool) -> Tensor:
+def act_mul(ops: Launcher, x: Tensor, y: Tensor, act: str) -> Tensor:
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    out = x.new_empty((rows, width))
     act_mul_kernel[(rows, triton.cdiv(width, 1024))](
-        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
     )
     return out
 
@@ -201,10 +204,10 @@ def clamp_kernel(x, low, high, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x + row * n + i, tl.minimum(tl.maximum(value, least), most), mask=ok)
 
 
-def clamp_columns(x: Tensor, low: Tensor, high: Tensor, pdl: bool) -> Tensor:
+def clamp_columns(ops: Launcher, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """In place; torch's own does one element at a time where the bounds are broadcast."""
     rows, width = x.shape
     clamp_kernel[(rows, triton.cdiv(width, 1024))](
-        x, low, high, width, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        x, low, high, width, BLOCK=1024, PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl
     )
     return x

@@ -14,23 +14,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...types import MAX_DRAFT, AttnSpec, BlockAttn, BlockRows, DraftNoise, KVView, OutriderError
+from ...types import AttnSpec, KVView, OutriderError
 from ..adapter_slots import SlotWeight
-from ..backend import (
-    NO_EPILOGUE,
-    Angles,
-    Capabilities,
-    Epilogue,
-    ExpertWeights,
-    HeadNorms,
-    M,
-    MlpWeights,
-    MoeLayer,
-    Norms,
-)
+from ..backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeLayer, Norms
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
-from ..trees import Frontier, Nodes, TreeRows
 from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
 from .attention_wgmma import AttentionWgmma
 from .gemm import FUSED_ROWS, GemmDevice, GemmKind, compile_for, dense_gemm, variant
@@ -67,7 +55,6 @@ class TritonOps(ReferenceOps):
         # every kernel leaves its counters at 0
         self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)
         self.lora_counters = torch.zeros_like(self.semaphores)  # those of `lowrank.shrink`, which runs next to products
-        self.pointers = trees.Pointers()
         self.shared = max_smem(device)
         self.hopper = not on_gpu or self.capability[0] == 9  # the device that prefill tiles were tuned on
         self.wide_heads = AttentionWgmma.of(device, self.semaphores)
@@ -116,8 +103,8 @@ class TritonOps(ReferenceOps):
         return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        return norm.embed(ids, as_tensor(table), scale, self.pdl)
+    embed, per_layer_inputs, rms_norm = norm.embed, norm.per_layer_inputs, norm.rms_norm
+    act_mul, clamp_columns = norm.act_mul, norm.clamp_columns
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor:
         """x [R, in] · w [out, in], and what `end` makes of it."""
@@ -194,14 +181,6 @@ class TritonOps(ReferenceOps):
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         return self.product(x, w, Epilogue(mul=y, act=act))
 
-    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
-        return norm.rms_norm(x, w, eps, self.pdl)
-
-    def per_layer_inputs(
-        self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
-    ) -> Tensor:
-        return norm.per_layer_inputs(ids, as_tensor(table), projected, scale, w, eps, self.pdl)
-
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -212,26 +191,12 @@ class TritonOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return norm.residual_norm(x, y, post_w, None, w[0], eps, self.pdl, w[1:])
 
-    def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
-        return norm.act_mul(x, y, act, self.pdl)
-
-    def clamp_columns(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        return norm.clamp_columns(x, low, high, self.pdl)
-
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         return self.product(h, w, Epilogue(softcap=softcap, out_dtype=torch.float32))
 
     # ---- attention ----------------------------------------------------------------------------------------------
-    def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        return rope.rope_angles(positions, inv_freq, self.pdl)
-
-    def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
-        return rope.rope_write(qkv, *angles, *norms, spec, kv, self.pdl)
-
-    def rotate_heads(
-        self, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return rope.rotate_heads(qkv, *angles, *norms, heads, eps, self.pdl)
+    rope_angles, rope_write, rotate_heads = rope.rope_angles, rope.rope_write, rope.rotate_heads
+    write_context, attend_block = rope.write_context, block_attention.attend_block
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         return self.attend_span(q, spec, kv, 0)
@@ -244,33 +209,9 @@ class TritonOps(ReferenceOps):
             return prefill_attention.attend(q, spec, kv, self.pdl, span_end=end)
         return attention.attend(q, spec, kv, self.pdl, span_end=end)
 
-    def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-        rope.rope_write(made, *angles, None, attn.k_norm, replace(attn.spec, heads=0), kv, self.pdl)
-
-    def attend_block(
-        self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
-    ) -> Tensor:
-        return block_attention.attend(q, made, *angles, attn, kv, own, first, self.pdl)
-
     # ---- trees of drafts ----------------------------------------------------------------------------------------
-    def branch(
-        self, logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes, level: int
-    ) -> Frontier:
-        return trees.branch(logits, ids, noise, front, nodes, level, self.pdl)
-
-    def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
-        return trees.chain_with_runner_ups(scores, ids, self.pdl)
-
-    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
-        return trees.build_fixed_tree(nodes, count, depth, self.pdl)
-
-    def accept_path(
-        self, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return trees.accept_path(chosen, ids, tree.parent_rows, MAX_DRAFT + 1, start, tree.deepest, limit, self.pdl)
-
-    def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
-        trees.compact_kv(rows, accepted, length, specs, kv, self.pointers, self.pdl)
+    branch, chain_with_runner_ups = trees.branch, trees.chain_with_runner_ups
+    build_fixed_tree, accept_path, compact_kv = trees.build_fixed_tree, trees.accept_path, trees.compact_kv
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
@@ -336,10 +277,7 @@ class TritonOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         return choose.cluster_scores(self.logits(g, centroids, None), cluster_bonus, g, as_tensor(rows), top, self.pdl)
 
-    def cluster_bonus(
-        self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
-    ) -> Tensor:
-        return choose.cluster_bonus(tokens, seed, position, temperature, sampled, self.pdl)
+    cluster_bonus = choose.cluster_bonus
 
     def compile_drafter(self, drafter: M) -> M:
         """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...types import AttnSpec, KVView
-from .common import pdl_start
+from ...types import AttnSpec, BlockAttn, KVView
+from ..backend import Angles, HeadNorms
+from .common import Launcher, pdl_start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
 # up to FEW_HEADS heads a program takes several for FEW_ROWS rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
@@ -29,12 +31,13 @@ def angles_kernel(positions, inv_freq, cos, sin, n, BLOCK: tl.constexpr, PDL: tl
     tl.store(sin + row * n + i, tl.sin(angle), mask=ok)
 
 
-def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
+def rope_angles(ops: Launcher, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     rows, half = positions.shape[0], inv_freq.shape[0]
     cos = torch.empty((rows, half), dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
     angles_kernel[(rows,)](
-        positions, inv_freq, cos, sin, half, BLOCK=triton.next_power_of_2(half), PDL=pdl, num_warps=2, launch_pdl=pdl,
+        positions, inv_freq, cos, sin, half, BLOCK=triton.next_power_of_2(half), PDL=ops.pdl, num_warps=2,
+        launch_pdl=ops.pdl,
     )
     return cos, sin
 
@@ -122,12 +125,9 @@ def _slot(table, places, row_seq, row, head, table_stride, page_stride, HALF: tl
     return page * page_stride + (head * PAGE + place % PAGE) * (2 * HALF)
 
 
-def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView,
-    pdl: bool,
-) -> Tensor:
-    rows, half = qkv.shape[0], spec.head_dim // 2
-    q = torch.empty((rows, spec.heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+def rope_write(ops: Launcher, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
+    rows, half, (cos, sin), (q_norm, k_norm) = qkv.shape[0], spec.head_dim // 2, angles, norms
+    q = qkv.new_empty((rows, spec.heads * spec.head_dim))
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     table = kv.tables[spec.group]
@@ -139,9 +139,13 @@ def rope_write(
         keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some,
-        PDL=pdl, num_warps=some, launch_pdl=pdl,
+        PDL=ops.pdl, num_warps=some, launch_pdl=ops.pdl,
     )
     return q
+
+
+def write_context(ops: Launcher, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
+    rope_write(ops, made, angles, (None, attn.k_norm), replace(attn.spec, heads=0), kv)
 
 
 @triton.jit
@@ -176,12 +180,12 @@ def rotate_heads_kernel(
 
 
 def rotate_heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor, k_norm: Tensor, heads: tuple[int, int], eps: float, pdl: bool
+    ops: Launcher, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, dim = torch.empty_like(qkv), q_norm.shape[0]
+    out, dim = torch.empty_like(qkv), norms[0].shape[0]
     rotate_heads_kernel[(qkv.shape[0], 3)](
-        qkv, cos, sin, q_norm, k_norm, out, eps, HEADS=heads[0], KV_HEADS=heads[1], D=dim,
-        BH=triton.next_power_of_2(heads[0]), BD=triton.next_power_of_2(dim // 2), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        qkv, *angles, *norms, out, eps, HEADS=heads[0], KV_HEADS=heads[1], D=dim, BH=triton.next_power_of_2(heads[0]),
+        BD=triton.next_power_of_2(dim // 2), PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
     )
     q, k, v = out.unflatten(-1, (-1, dim)).split((heads[0], heads[1], heads[1]), 1)
     return q, k, v

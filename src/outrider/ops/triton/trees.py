@@ -7,6 +7,7 @@ before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -14,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...types import AttnSpec, DraftNoise, KVView
+from ...types import MAX_DRAFT, AttnSpec, DraftNoise, KVView
 from ..trees import BRANCH, WIDTH, Frontier, Nodes, TreeRows
 from .choose import gumbel
-from .common import pdl_start
+from .common import Launcher, pdl_start
 
 CHUNK = 2048  # columns of scores a program
 
@@ -111,7 +112,8 @@ def branch_kernel(
 
 
 def branch(
-    logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes, level: int, pdl: bool
+    ops: Launcher, logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes,
+    level: int,
 ) -> Frontier:
     (rows, n), device = logits.shape, logits.device
     chunks = triton.cdiv(n, CHUNK)
@@ -122,7 +124,7 @@ def branch(
     drawn = (mass,) * 4
     if noise is not None:
         drawn = (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
-    same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, launch_pdl=pdl)
+    same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=ops.pdl, launch_pdl=ops.pdl)
     best_kernel[(rows, chunks)](
         logits, named, *drawn, best, where, mass, n, chunks, NOISE=noise is not None, CHUNK=CHUNK, num_warps=4, **same
     )
@@ -167,13 +169,14 @@ def comb_kernel(
             z = tl.where(c == part, float("-inf"), z)
 
 
-def chain_with_runner_ups(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
+def chain_with_runner_ups(ops: Launcher, scores: Tensor, ids: Tensor) -> Nodes:
     batch, depth, parts = scores.shape
     assert scores.stride(2) == 1 and scores.stride() == ids.stride()
     nodes = Nodes.of(batch, depth, scores.device, 1)
     comb_kernel[(batch,)](
         scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.chain, parts, scores.stride(0), scores.stride(1),
-        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=ops.pdl, num_warps=4,
+        launch_pdl=ops.pdl,
     )
     return nodes
 
@@ -216,7 +219,7 @@ def plant_kernel(
     tl.store(to_above + first, first * 0 - 1)
 
 
-def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> TreeRows:
+def build_fixed_tree(ops: Launcher, nodes: Nodes, count: int, depth: int) -> TreeRows:
     (batch, found), device = nodes.tokens.shape, nodes.tokens.device
     rows = batch * (count + 1)
     made = TreeRows(
@@ -228,8 +231,8 @@ def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> TreeRow
     plant_kernel[(batch,)](
         nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors,
         made.parent_rows,
-        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl,
-        num_warps=8, launch_pdl=pdl,
+        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=ops.pdl,
+        num_warps=8, launch_pdl=ops.pdl,
     )
     return made
 
@@ -265,17 +268,15 @@ def walk_kernel(
 
 
 def accept_path(
-    chosen: Tensor, ids: Tensor, above: Tensor, rows: int, start_of: Tensor, deepest: int, limit: Tensor | None,
-    pdl: bool,
+    ops: Launcher, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rows: most of one sequence."""
-    batch = start_of.shape[0] - 1
+    batch, deepest = start.shape[0] - 1, tree.deepest
     accepted = torch.empty(batch, dtype=torch.int64, device=chosen.device)
     tokens, path = (torch.empty((batch, deepest + 1), dtype=torch.int64, device=chosen.device) for _ in range(2))
     walk_kernel[(batch,)](
-        chosen, ids, above, start_of, start_of if limit is None else limit, accepted, tokens, path,
-        SPACE=triton.next_power_of_2(rows), DEPTH=deepest, LIMIT=limit is not None, PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        chosen, ids, tree.parent_rows, start, start if limit is None else limit, accepted, tokens, path,
+        SPACE=triton.next_power_of_2(MAX_DRAFT + 1), DEPTH=deepest, LIMIT=limit is not None, PDL=ops.pdl, num_warps=1,
+        launch_pdl=ops.pdl,
     )
     return accepted, tokens, path
 
@@ -308,22 +309,14 @@ def keep_path_kernel(
         tl.store(to + new[:, None] + d[None, :], x, mask=ok)
 
 
-class Pointers:
-    """Addresses of the caches of some layers, on the device. Made once per list of layers: it cannot be made during
-    capture."""
-
-    def __init__(self) -> None:
-        self.made: dict[tuple[int, ...], Tensor] = {}
-
-    def of(self, caches: Sequence[Tensor]) -> Tensor:
-        where = tuple(cache.data_ptr() for cache in caches)
-        if where not in self.made:
-            self.made[where] = torch.tensor(where, dtype=torch.int64).to(caches[0].device)
-        return self.made[where]
+@cache
+def on_device(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64. Made once: it cannot be made during capture, and graphs read it."""
+    return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
 def compact_kv(
-    rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView, pointers: Pointers, pdl: bool
+    ops: Launcher, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView
 ) -> None:
     """One launch for all layers of one shape."""
     kinds: dict[tuple[str, int, int], list[Tensor]] = {}
@@ -333,8 +326,9 @@ def compact_kv(
         kinds.setdefault((spec.group, spec.kv_heads, spec.head_dim), []).extend((keys, values))
     for (group, kv_heads, dim), caches in kinds.items():
         table = kv.tables["full" if group == "full" else "sliding"]
+        pointers = on_device(tuple(cache.data_ptr() for cache in caches), rows.device)
         keep_path_kernel[(len(caches), kv_heads, rows.shape[0])](
-            pointers.of(caches), table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
+            pointers, table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
             D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, TREE_DEPTH=rows.shape[1],
-            SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, launch_pdl=pdl,
+            SPACE=triton.next_power_of_2(rows.shape[1]), PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
         )
