@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,25 +32,25 @@ class CudaError(RuntimeError):
     """A failed call of the compiler or the driver."""
 
 
+def _library(*names: str) -> ctypes.CDLL | None:
+    """The first of them that there is."""
+    for name in names:
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    return None
+
+
 @lru_cache(maxsize=1)
 def compiler() -> ctypes.CDLL | None:
     """NVRTC: torch's own where there is one, else the system's."""
     beside = [Path(p) / "nvidia" for p in sys.path if p]
     found = [str(f) for folder in beside if folder.is_dir() for f in sorted(folder.glob("*/lib/libnvrtc.so.1[2-9]"))]
-    for name in (*found, "libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
+    return _library(*found, "libnvrtc.so.13", "libnvrtc.so.12")
 
 
 @lru_cache(maxsize=1)
 def driver() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+    return _library("libcuda.so.1")
 
 
 def missing() -> str | None:
@@ -94,34 +95,25 @@ def image(source: str, arch: str, flags: Flags) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def version(library: ctypes.CDLL) -> tuple[int, int]:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return major.value, minor.value
-
-
 def kept_image(source: str, arch: str, flags: Flags) -> bytes:
     """`image`, from the cache if it was made before. A cached file is a digest followed by the code: a damaged one is
     made again, and if nothing can be written nothing is cached."""
-    library = compiler()
-    made_by = None if library is None else version(library)
-    told = (source, sorted(headers().items()), arch, sorted(flags.items()), made_by)
+    library, major, minor = compiler(), ctypes.c_int(), ctypes.c_int()
+    if library is not None:
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    told = (source, sorted(headers().items()), arch, sorted(flags.items()), (major.value, minor.value))
     path = cache_path("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
-    try:
-        digest, code = (held := path.read_bytes())[:32], held[32:]
-        if hashlib.sha256(code).digest() == digest:
-            return code
-    except OSError:
-        pass
+    with suppress(OSError):
+        held = path.read_bytes()
+        if hashlib.sha256(held[32:]).digest() == held[:32]:
+            return held[32:]
     code = image(source, arch, flags)
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as aside:
             made = Path(aside) / path.name
             made.write_bytes(hashlib.sha256(code).digest() + code)
             os.replace(made, path)  # atomic, even if another process writes it too
-    except OSError:
-        pass
     return code
 
 
@@ -158,8 +150,7 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, tile_rows: in
     """A bfloat16 matrix that TMA fetches by tiles of 64 columns, swizzled by 128 bytes as wgmma reads them. paired:
     rows of a tile are eight of its upper and eight of its lower half in turns."""
     cuda = driver()
-    if cuda is None:
-        raise CudaError("no CUDA driver")
+    assert cuda is not None, "`missing` was not asked"
     sizes, strides, box = [columns, rows], [2 * stride], [64, tile_rows]
     if paired:
         sizes, box = [columns, 8, 2, rows // 16], [64, 8, 2, tile_rows // 16]
@@ -182,8 +173,7 @@ class Kernel:
         """shared: the maximum bytes of shared memory of a launch; own: it uses instructions of this architecture
         alone."""
         cuda = driver()
-        if cuda is None:
-            raise CudaError("no CUDA driver")
+        assert cuda is not None, "`missing` was not asked"
         self.cuda, self.device = cuda, device
         major, minor = torch.cuda.get_device_capability(device)
         code = kept_image(source, f"{major}{minor}{'a' if own else ''}", flags)
@@ -192,11 +182,9 @@ class Kernel:
             torch.cuda.current_stream(device).query()  # a context for this thread
             _done(cuda.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
             _done(cuda.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
-            _done(
-                cuda.cuFuncSetAttribute(self.function, ATTR_MAX_DYNAMIC_SMEM, shared),
-                f"{name}: {shared} bytes of shared memory",
-            )
-            _done(cuda.cuFuncSetAttribute(self.function, CARVEOUT, 100), f"{name}: shared memory first")
+            for attribute, value in ((ATTR_MAX_DYNAMIC_SMEM, shared), (CARVEOUT, 100)):
+                failed = cuda.cuFuncSetAttribute(self.function, attribute, value)
+                _done(failed, f"{name}: {shared} bytes of shared memory")
 
     def __call__(
         self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool
