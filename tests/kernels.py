@@ -3,6 +3,7 @@ compiled anew, for half a minute or longer."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def put_kernels(cache: Path) -> Path:
     home.mkdir(parents=True)
     shutil.copy(build.shared_object(), home)
     return cache
+
+
+def fields(struct: type[ctypes.Structure]) -> str:
+    """Its fields in order, and their types unless they are int."""
+    told = [(name, kind.__name__.removeprefix("c_")) for name, kind, *_ in struct._fields_]
+    return " ".join(name if kind == "int" else f"{name}:{kind}" for name, kind in told)
 
 
 def no_kernel(*_: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import Emulated, EmulatorError, Memory, missing
+from tests.kernels import fields
 from tests.parity.test_gemm_wgmma import emulated_map
 
 from outrider.ops.triton import attention_wgmma
 from outrider.ops.triton.attention_config import ReductionSpec, choose_reduction
-from outrider.ops.triton.attention_wgmma import NUMBERS, SOURCE, AttentionWgmma, suits
+from outrider.ops.triton.attention_wgmma import SOURCE, AttentionWgmma, Problem, suits
 from outrider.ops.triton.nvrtc_kernels import Flags
 from outrider.types import AttnSpec, KVView
 
@@ -197,7 +197,4 @@ def test_what_the_kernel_takes() -> None:
 
 
 def test_the_kernel_is_told_what_it_reads() -> None:
-    fields = re.search(r"struct Problem \{(.*?)\};", SOURCE.read_text(), re.S)
-    assert fields is not None
-    names = tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1])))
-    assert names == (*NUMBERS, "scale")
+    assert fields(Problem) == "heads kv_heads pairs table_stride span_end near far scale:float"

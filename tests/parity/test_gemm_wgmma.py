@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import Emulated, EmulatorError, Memory, missing
+from tests.kernels import fields
 
 from outrider.ops.backend import Epilogue
 from outrider.ops.cuda.runtime import TensorMap
 from outrider.ops.triton import gemm_wgmma
 from outrider.ops.triton.gemm_config import GemmReduction
-from outrider.ops.triton.gemm_wgmma import NUMBERS, SOURCE, GemmWgmma, WgmmaTile, suits
+from outrider.ops.triton.gemm_wgmma import SOURCE, GemmWgmma, Problem, WgmmaTile, suits
 from outrider.ops.triton.nvrtc_kernels import Flags
 
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
@@ -176,7 +176,4 @@ def test_what_the_kernel_takes() -> None:
 
 
 def test_the_kernel_is_told_what_it_reads() -> None:
-    fields = re.search(r"struct Problem \{(.*?)\};", SOURCE.read_text(), re.S)
-    assert fields is not None
-    names = tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1])))
-    assert names == (*NUMBERS, "softcap")
+    assert fields(Problem) == "m n steps span pairs tiles_b group cut softcap:float"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import EmulatorError, missing
+from tests.kernels import fields
 from tests.parity.test_cuda_few_rows import CASES, Case, Rig, drawn
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
@@ -21,15 +21,7 @@ from outrider.ops.backend import Epilogue
 from outrider.ops.cuda import runtime
 from outrider.ops.triton import w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.repack import Codes, QuantWeight
-from outrider.ops.triton.w4a16_wgmma import (
-    NUMBERS,
-    SOURCE,
-    W4A16Wgmma,
-    WgmmaBlock,
-    blocks_of_a_span,
-    choose_block,
-    suits,
-)
+from outrider.ops.triton.w4a16_wgmma import SOURCE, Cut, W4A16Wgmma, WgmmaBlock, blocks_of_a_span, choose_block, suits
 from outrider.ops.triton.wna16_gemv import WorkUnits
 
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
@@ -85,8 +77,7 @@ def test_what_the_kernel_takes() -> None:
 
 
 def test_the_kernel_is_told_what_it_reads() -> None:
-    fields = re.search(r"struct Cut \{(.*?)\};", SOURCE.read_text(), re.S)
-    assert fields is not None and tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
+    assert fields(Cut) == "m n k chunks span splits tiles x_stride sums_stride longs per"
 
 
 def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:

@@ -3,7 +3,6 @@ CPU (tests/cuda), bit by bit those of the kernel for few tokens."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import EmulatorError, missing
+from tests.kernels import fields
 from tests.parity.test_cuda_few_rows import GELU, SILU, Case, Rig, drawn
 from tests.parity.test_gemm_wgmma import emulated_map
 from tests.parity.test_more_rows import sums_of_groups
@@ -23,11 +23,11 @@ from outrider.ops.cuda import runtime
 from outrider.ops.triton import w4a16_gemm, wna16_gemv
 from outrider.ops.triton.repack import Codes
 from outrider.ops.triton.w4a16_gemm import (
-    NUMBERS,
     ONE_SPAN,
     PARALLEL,
     SERIAL,
     SOURCE,
+    Problem,
     W4A16Gemm,
     W4A16Shape,
     W4A16Tile,
@@ -76,8 +76,7 @@ def test_what_the_kernel_takes() -> None:
 
 
 def test_the_kernel_is_told_what_it_reads() -> None:
-    fields = re.search(r"struct Problem \{(.*?)\};", SOURCE.read_text(), re.S)
-    assert fields is not None and tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
+    assert fields(Problem) == "m n chunks span splits pairs tiles_b group tiles sums_stride"
 
 
 def both(

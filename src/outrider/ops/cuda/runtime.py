@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ FOLDER = Path(__file__).parent
 Flags = Mapping[str, int | str]
 ATTR_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: percent of what a SM has for it and for L1
+C_TYPES: dict[str, Any] = {"int": ctypes.c_int, "u32": ctypes.c_uint, "float": ctypes.c_float}
 LAUNCH_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
 
 
@@ -64,6 +67,22 @@ def missing() -> str | None:
 def headers() -> dict[str, str]:
     """The headers that a source may include."""
     return {f.name: f.read_text() for f in sorted(FOLDER.glob("*.cuh"))}
+
+
+def struct(file: str, name: str) -> type[ctypes.Structure]:
+    """A struct of a source of this folder, pointers as addresses."""
+    body = re.search(rf"^struct {name} \{{(.*?)^\}};", (FOLDER / file).read_text(), re.DOTALL | re.MULTILINE)
+    assert body is not None, f"{file} has no {name}"
+    declared = re.findall(r"^    (?:const )?(\w+)(\*? [*\w, ]+);", body[1], re.MULTILINE)
+
+    class Struct(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_void_p if "*" in names else C_TYPES[kind])
+            for kind, names in declared
+            for name in re.findall(r"\w+", names)
+        ]
+
+    return Struct
 
 
 def image(source: str, arch: str, flags: Flags) -> bytes:

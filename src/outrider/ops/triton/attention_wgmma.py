@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import triton
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from ..cuda.runtime import FOLDER, TensorMap, tensor_map
+from ..cuda.runtime import FOLDER, TensorMap, struct, tensor_map
 from .attention_config import MIN_QUERIES, ReductionSpec, choose_reduction
 from .nvrtc_kernels import NvrtcKernels
 
@@ -18,13 +16,7 @@ SOURCE = FOLDER / "attention_wgmma.cu"
 BQ, KEYS, THREADS = 64, 256, 384
 # bytes: queries, weights, stages and their barriers, maxima and sums of weights
 SHARED = BQ * 512 * 2 + BQ * KEYS * 2 + 4 * (32768 + 16) + 6 * BQ * 4
-NUMBERS = ("heads", "kv_heads", "pairs", "table_stride", "span_end", "near", "far")
-
-
-class AttentionProblem(ctypes.Structure):
-    """`Problem` of attention_wgmma.cu."""
-
-    _fields_ = [*((name, ctypes.c_int) for name in NUMBERS), ("scale", ctypes.c_float)]
+Problem = struct(SOURCE.name, "Problem")
 
 
 class AttentionWgmma(NvrtcKernels):
@@ -47,7 +39,7 @@ class AttentionWgmma(NvrtcKernels):
             return None
         out, table = torch.empty_like(q), kv.tables[spec.group]
         pairs = triton.cdiv(packed, 2 * BQ)
-        problem = AttentionProblem(
+        problem = Problem(
             spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far,
             spec.scale * 1.4426950408889634,
         )

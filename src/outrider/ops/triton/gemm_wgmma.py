@@ -3,7 +3,6 @@ the same bits, at the speed of cuBLAS."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER, Flags, TensorMap, tensor_map
+from ..cuda.runtime import FOLDER, Flags, TensorMap, struct, tensor_map
 from .gemm_config import GemmReduction
 from .nvrtc_kernels import NvrtcKernels
 from .wna16_gemv import ACTS
@@ -19,13 +18,7 @@ from .wna16_gemv import ACTS
 SOURCE = FOLDER / "gemm_wgmma.cu"
 BM, BK, THREADS = 128, 64, 384
 GROUP = 8  # pairs of tiles of rows that go through all weights together: 2,048 rows, whose x stays in L2
-NUMBERS = ("m", "n", "steps", "span", "pairs", "tiles_b", "group", "cut")
-
-
-class Problem(ctypes.Structure):
-    """`Problem` of gemm_wgmma.cu."""
-
-    _fields_ = [*((name, ctypes.c_int) for name in NUMBERS), ("softcap", ctypes.c_float)]
+Problem = struct(SOURCE.name, "Problem")
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,9 @@ class GemmWgmma(NvrtcKernels):
         kernel = self.kernel("gemm_wgmma", flags_of(end, tile, span < k))
         if kernel is None:
             return None
-        out = torch.empty((rows, n), dtype=end.out_dtype or x.dtype, device=x.device)
-        room = out
-        if tile.cut:
-            sums = 2 * clusters * BM * tile.bn * (1 if span >= k else 2)
-            room = torch.empty((sums,), dtype=torch.float32, device=x.device)
+        out = x.new_empty((rows, n), dtype=end.out_dtype or x.dtype)
+        sums = 2 * clusters * BM * tile.bn * (1 if span >= k else 2)
+        room = x.new_empty(sums, dtype=torch.float32) if tile.cut else out
         cut = pairs * tiles_b % clusters + clusters if tile.cut else 0
         problem = Problem(
             rows, n, triton.cdiv(k, BK), span // BK, pairs, tiles_b, 1 if tile.swap_ab else GROUP, cut,

@@ -25,10 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..adapter_slots import RANGE_ROWS, RANK_STEP, SlotWeight
+from ..cuda.runtime import struct
 from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_start, prefetch, weight_rows
 
 BK = 128  # columns fetched at a time
 SPAN_STEPS, MAX_SPANS = 3, 24  # minimum blocks of BK columns per span; maximum spans
+Lora = struct("lora.cuh", "Lora")
 FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds the changes
 
 
@@ -36,15 +38,6 @@ def span_of(k: int) -> int:
     """Columns of a span: a function of the width of x."""
     steps = triton.cdiv(k, BK)
     return BK * max(SPAN_STEPS, triton.cdiv(steps, MAX_SPANS))
-
-
-class LoraPointers(ctypes.Structure):
-    """`Lora` of lora.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("u", "b", "ranges")),
-        *((name, ctypes.c_int) for name in ("count", "parts", "end_0", "end_1", "x_ready")),
-    ]
 
 
 @dataclass(frozen=True)
@@ -81,9 +74,9 @@ class Shrunk:
         """Is x complete when its product starts? A copy of x would be made by another kernel, after `shrink`."""
         return self.pdl and x is self.x
 
-    def pointers(self, x: Tensor) -> LoraPointers:
+    def pointers(self, x: Tensor) -> ctypes.Structure:
         tensors = (self.u.data_ptr(), self.change.b.data_ptr(), self.ranges.data_ptr())
-        return LoraPointers(*tensors, len(self.ranges), self.parts, *self.ends, self.follows(x))
+        return Lora(*tensors, len(self.ranges), self.parts, *self.ends, self.follows(x))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ..backend import ExpertWeights, MlpWeights
-from ..cuda.runtime import FOLDER, Flags, Kernel
+from ..cuda.runtime import FOLDER, Flags, Kernel, struct
 from ..formats import DeviceWeight
 from ..reference import as_tensor
 from .gemm_config import choose_reduction
@@ -31,17 +31,8 @@ MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 6
 MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
 # of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
 WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040
-NUMBERS = (
-    "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span",
-    "down_splits",
-)
 MAX_MOE_GEMV_ROWS = 3  # rows up to which they were faster: five take 95 us per layer on an H200, in Triton's tiles 89
-
-
-class MoeGemvProblem(ctypes.Structure):
-    """The kernels' parameters: `MoeGemvProblem` of moe_gemv_int8.cu."""
-
-    _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
+Mixture = struct(SOURCE.name, "Mixture")
 
 
 @dataclass(frozen=True)
@@ -70,8 +61,7 @@ def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
     if not router.is_contiguous() or router.shape[0] % 8:
         return None
     n, k = router.shape
-    tile = choose_reduction(n, k, False, router.element_size())
-    span = tile.span(k)
+    span = choose_reduction(n, k, False, router.element_size()).span(k)
     splits = triton.cdiv(k, span)
     return (span, splits) if k % 16 == 0 and 1 < splits <= MOST_SPANS and span <= MOST_COLUMNS else None
 
@@ -88,7 +78,7 @@ class MoeGemvPlan:
     down: int  # chunks of an expert's down
     down_warps: int
     down_shared: int
-    told: tuple[int, ...]  # NUMBERS
+    shape: ctypes.Structure  # `Mixture`
 
     @staticmethod
     def of(
@@ -126,9 +116,9 @@ class MoeGemvPlan:
         warps = -(-units // sms) if most == 1 else min(fit, 16)
         if stages < 2 or not most <= warps <= fit:
             return None
-        told = (rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
+        shape = Mixture(rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
         return MoeGemvPlan(
-            most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, told
+            most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, shape
         )
 
 
@@ -152,27 +142,13 @@ def spans(w: QuantWeight) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class MoeGemvBuffers:
-    pairs: Tensor  # [R · top, H]
-    weight: Tensor  # float32 [R · top]
-    dense: Tensor  # float32 [spans, R, H]: the shared dense MLP's partial sums; empty if it is not included
-
-
-@dataclass(frozen=True)
-class MoeGemvKernels:
-    router: Kernel
-    gate_up: Kernel
-    down: Kernel
-
-
-@dataclass(frozen=True)
 class MoeGemvLayer:
     """One layer's weights, and how its kernels take them."""
 
     experts: ExpertWeights
     mlp: SharedMLP | None  # None: it runs elsewhere
     plan: MoeGemvPlan
-    kernels: MoeGemvKernels
+    kernels: list[Kernel]  # router, gate_up, down
 
 
 class MoeGemvInt8(NvrtcKernels):
@@ -198,39 +174,43 @@ class MoeGemvInt8(NvrtcKernels):
         """router_in [R, H] -> float32 [R, E]."""
         router, (span, splits) = as_tensor(layer.experts.router), layer.plan.router
         z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
-        given, shape = (router_in.data_ptr(), router.data_ptr(), z.data_ptr()), MoeGemvProblem(*layer.plan.told)
-        layer.kernels.router(len(router) // 8, 32 * splits, splits * (8 * (2 * span + 32) + 256), [*given, shape], pdl)
+        given, shared = (router_in.data_ptr(), router.data_ptr(), z.data_ptr()), splits * (8 * (2 * span + 32) + 256)
+        layer.kernels[0](len(router) // 8, 32 * splits, shared, [*given, layer.plan.shape], pdl)
         return z
 
-    def answers(self, layer: MoeGemvLayer, z: Tensor, x: Tensor, h: Tensor, pdl: bool) -> MoeGemvBuffers:
-        """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP
-        reads."""
-        plan, experts, told = layer.plan, layer.experts, dict(zip(NUMBERS, layer.plan.told, strict=True))
-        rows, hidden, inner, dense = (told[name] for name in ("rows", "hidden", "inner", "dense"))
-        count = rows * told["top"]
-        made = lambda *shape, dtype=x.dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
-        between, pairs, weight = made(count, inner), made(count, hidden), made(count, dtype=torch.float32)
-        dense_between, dense_out = made(rows, dense), made(told["down_splits"], rows, hidden, dtype=torch.float32)
+    def answers(
+        self, layer: MoeGemvLayer, z: Tensor, x: Tensor, h: Tensor, pdl: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP reads ->
+        pairs [R · top, H], their weights float32 [R · top], and the dense MLP's partial sums float32 [spans, R, H],
+        empty if it is not included."""
+        plan, experts, shape = layer.plan, layer.experts, layer.plan.shape
+        count = shape.rows * shape.top
+        between, pairs = x.new_empty((count, shape.inner)), x.new_empty((count, shape.hidden))
+        weight, dense_between = x.new_empty(count, dtype=torch.float32), x.new_empty((shape.rows, shape.dense))
+        dense_out = x.new_empty((shape.down_splits, shape.rows, shape.hidden), dtype=torch.float32)
         assert isinstance(experts.gate_up, QuantExperts) and isinstance(experts.down, QuantExperts)
         a, b = experts.gate_up.matrix, experts.down.matrix
         first, second = (a, b) if layer.mlp is None else (layer.mlp.gate_up, layer.mlp.down)
         assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
-        blocks, shape, kernels = self.sms, MoeGemvProblem(*plan.told), layer.kernels
+        blocks, (_, gate_up, down) = self.sms, layer.kernels
         at = lambda *tensors: [t.data_ptr() for t in tensors]  # noqa: E731
         scale = experts.expert_scale
         given = at(z, scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
-        kernels.gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*given, shape], pdl)
+        gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*given, shape], pdl)
         given = at(z, between, b.words, b.factor, pairs, dense_between, second.words, second.factor, dense_out)
-        kernels.down(blocks, 32 * plan.down_warps, plan.down_shared, [*given, shape], pdl)
-        return MoeGemvBuffers(pairs, weight, dense_out)
+        down(blocks, 32 * plan.down_warps, plan.down_shared, [*given, shape], pdl)
+        return pairs, weight, dense_out
 
-    def kernels(self, plan: MoeGemvPlan, act: str) -> MoeGemvKernels | None:
+    def kernels(self, plan: MoeGemvPlan, act: str) -> list[Kernel] | None:
         """None: they cannot be compiled."""
-        flags = flags_of(plan, act)
-        router = self.kernel("experts_router", flags)
-        gate_up = self.kernel("experts_gate_up", flags) if router is not None else None
-        down = self.kernel("experts_down", flags) if gate_up is not None else None
-        return None if router is None or gate_up is None or down is None else MoeGemvKernels(router, gate_up, down)
+        made = list[Kernel]()
+        for name in ("experts_router", "experts_gate_up", "experts_down"):
+            kernel = self.kernel(name, flags_of(plan, act))
+            if kernel is None:
+                return None
+            made.append(kernel)
+        return made
 
 
 def flags_of(plan: MoeGemvPlan, act: str) -> Flags:

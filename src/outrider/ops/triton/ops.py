@@ -234,8 +234,8 @@ class TritonOps(ReferenceOps):
             return self._mixed(dense, router_in, x, stream, layer, join)
         beside, join = self.dense_mlp(h, layer.mlp, experts.act) if held.mlp is None else (None, lambda: self.pdl)
         z = few.logits(held, router_in, self.pdl)
-        made = few.answers(held, z, x, h, self.pdl)
-        return moe.mix(made.pairs, made.weight, made.dense if beside is None else beside, stream, layer.end, join())
+        pairs, weight, dense = few.answers(held, z, x, h, self.pdl)
+        return moe.mix(pairs, weight, dense if beside is None else beside, stream, layer.end, join())
 
     def moe_next_to(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer

@@ -7,7 +7,6 @@ part of the order of sums and depend on the weight alone.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,26 +16,20 @@ import triton
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER, Flags, tensor_map
+from ..cuda.runtime import FOLDER, Flags, struct, tensor_map
 from .gemm_config import NUM_SEMAPHORES
 from .nvrtc_kernels import NvrtcKernels
 from .quant import group_sums
 from .repack import ROWS, Codes, QuantWeight
 from .w4a16_wgmma import MAX_WGMMA_TOKENS, four_bits_in_groups
-from .wna16_gemv import ACTS, WorkUnits, aligned, compared, units_of
+from .wna16_gemv import WorkUnits, aligned, common_flags, compared, units_of
 
 SOURCE = FOLDER / "w4a16_gemm.cu"
 PLANES, WARPS, THREADS = 8, 8, 384
 GROUP = 8  # tiles of tokens that go through all weights together: their x stays in L2
 EIGHTS = (4, 5, 7, 8, 10)  # of half of a tile's tokens: registers hold the sums of 160; each is compiled at first use
 ONE_SPAN, SERIAL, PARALLEL = 0, 1, 2  # spans of a tile: one; added up by one block; by several
-NUMBERS = ("m", "n", "chunks", "span", "splits", "pairs", "tiles_b", "group", "tiles", "sums_stride")
-
-
-class GemmProblem(ctypes.Structure):
-    """`Problem` of w4a16_gemm.cu."""
-
-    _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
+Problem = struct(SOURCE.name, "Problem")
 
 
 @dataclass(frozen=True)
@@ -123,13 +116,13 @@ class W4A16Gemm(NvrtcKernels):
             return None
         x, tiles_b = aligned(x, w), triton.cdiv(rows, tile.tokens)
         items = shape.pairs * tiles_b * (units.splits if tile.spans == PARALLEL else 1)
-        out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
+        out = x.new_empty((rows, n // 2 if extras.gated else n))
         partial_out = sums = out
         if tile.spans == PARALLEL:
-            partial_out = torch.empty(items * 256 * tile.tokens, dtype=torch.float32, device=x.device)
+            partial_out = x.new_empty(items * 256 * tile.tokens, dtype=torch.float32)
         if w.zero_point is not None:
             sums = group_sums(x, w, tile.tokens, pdl)
-        problem = GemmProblem(
+        problem = Problem(
             rows, n, units.chunks, units.span, units.splits, shape.pairs, tiles_b, GROUP, triton.cdiv(n, ROWS),
             sums.stride(0),
         )
@@ -152,7 +145,6 @@ def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
 def flags_of(w: QuantWeight, extras: Epilogue, tile: W4A16Tile) -> Flags:
     """The compiler flags of the source."""
     return dict(
-        NT=tile.eights, X_STAGES=tile.x_stages, W_STAGES=tile.w_stages, SPANS=tile.spans, GATED=int(extras.gated),
-        ACT=ACTS[extras.act],
-        OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
+        NT=tile.eights, X_STAGES=tile.x_stages, W_STAGES=tile.w_stages, SPANS=tile.spans,
+        OFFSET=8 if w.codes is Codes.INT4 else 0, **common_flags(w, extras),
     )

@@ -7,7 +7,6 @@ them to blocks.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,16 +14,16 @@ import torch
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER, Flags
+from ..cuda.runtime import FOLDER, Flags, struct
 from .lowrank import Shrunk
 from .nvrtc_kernels import NvrtcKernels
 from .quant import group_sums
 from .repack import Codes, QuantWeight
 from .wna16_gemv import (
-    ACTS,
     MAX_GEMV_TOKENS,
     WorkUnits,
     aligned,
+    common_flags,
     compared,
     lora_of,
     units_of,
@@ -35,13 +34,7 @@ from .wna16_gemv import (
 SOURCE = FOLDER / "w4a16_wgmma.cu"
 MAX_WGMMA_TOKENS = 40  # tokens; at 48 registers leave two groups of warps instead of three, and Triton is as fast
 PLANES = 8
-NUMBERS = ("m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "sums_stride", "longs", "per")
-
-
-class WgmmaProblem(ctypes.Structure):
-    """The kernel's parameters: `WgmmaProblem` of w4a16_wgmma.cu."""
-
-    _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
+Cut = struct(SOURCE.name, "Cut")
 
 
 @dataclass(frozen=True)
@@ -96,18 +89,16 @@ class W4A16Wgmma(NvrtcKernels):
         if block is None or kernel is None:
             return None
         x = aligned(x, w)
-        out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
+        out = x.new_empty((rows, n // 2 if extras.gated else n))
         partial_out = sums = out
         changes = lora_of(lora, x)
         if units.splits > 1:
-            partial_out = torch.empty(
-                units.tiles * units.splits * block.eights * 128, dtype=torch.float32, device=x.device
-            )
+            partial_out = x.new_empty(units.tiles * units.splits * block.eights * 128, dtype=torch.float32)
         if has_zero_point:
             sums = group_sums(x, w, 8 * block.eights, pdl)
             changes.x_ready = False  # the kernel ahead is not `shrink`
         longs = units.splits if units.rest == units.span else units.splits - 1
-        cut = WgmmaProblem(
+        cut = Cut(
             rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), sums.stride(0), longs, per
         )
         addresses = [t.data_ptr() for t in (x, sums, out, partial_out, self.semaphores)]
@@ -128,8 +119,6 @@ def four_bits_in_groups(w: QuantWeight) -> bool:
 def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock, lora: Shrunk | None = None) -> Flags:
     """The compiler flags of the source."""
     return dict(
-        NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, GATED=int(extras.gated),
-        ACT=ACTS[extras.act],
-        OFFSET=8 if w.codes is Codes.INT4 else 0, HALF=int(w.half), PER=w.per, ZERO_POINT=int(w.zero_point is not None),
-        RANK=lora.rank if lora else 0,
+        NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, RANK=lora.rank if lora else 0,
+        OFFSET=8 if w.codes is Codes.INT4 else 0, **common_flags(w, extras),
     )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..backend import Epilogue
-from ..cuda.runtime import FOLDER, Flags
-from .lowrank import LoraPointers, Shrunk
+from ..cuda.runtime import FOLDER, Flags, struct
+from .lowrank import Lora, Shrunk
 from .nvrtc_kernels import NvrtcKernels
 from .quant_config import choose_quant_tile
 from .repack import ROWS, Codes, QuantWeight
@@ -26,31 +26,12 @@ SOURCE = FOLDER / "wna16_gemv.cu"
 MAX_GEMV_TOKENS = 8
 WARP_ROWS = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
-NUMBERS = (
-    "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts",
-    "more_shorts", "rest",
-)
-POINTERS = (
-    "words", "words_high", "scales", "scales_high", "lifts", "lifts_high", "above", "above_high", "factors",
-    "factors_high",
-)
+Shape, Weights = struct("units.cuh", "Shape"), struct("codes.cuh", "Weights")
 VALUES = {  # of values.cuh, and the columns of a plane that they have there
     Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32),
     Codes.UINT5: ("Unsigned5", 32),
     Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
 }
-
-
-class GemvProblem(ctypes.Structure):
-    """The kernel's parameters: `GemvProblem` of units.cuh."""
-
-    _fields_ = [(name, ctypes.c_uint if name == "magic" else ctypes.c_int) for name in NUMBERS]
-
-
-class WeightPointers(ctypes.Structure):
-    """Addresses of a weight: `WeightPointers` of codes.cuh."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in POINTERS]
 
 
 @dataclass(frozen=True)
@@ -147,14 +128,11 @@ class WNA16Gemv(NvrtcKernels):
         if block is None or kernel is None:
             return None
         x = aligned(x, w)
-        out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
-        partial_out = out
-        if units.splits > 1:
-            partial_out = torch.empty(
-                units.tiles * units.splits * WARP_ROWS * tokens_of(rows), dtype=torch.float32, device=x.device
-            )
+        out = x.new_empty((rows, n // 2 if extras.gated else n))
+        sums = units.tiles * units.splits * WARP_ROWS * tokens_of(rows)
+        partial_out = x.new_empty(sums, dtype=torch.float32) if units.splits > 1 else out
         blocks, warps, shared = self.sms, *block
-        shape = GemvProblem(
+        shape = Shape(
             rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), -(-(1 << 32) // units.tiles),
             units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
         )
@@ -184,8 +162,8 @@ def whole_tiles(lora: Shrunk | None) -> bool:
     return lora is None or (all(end % WARP_ROWS == 0 for end in lora.ends) and len(lora.ranges) <= len(lora.x))
 
 
-def lora_of(lora: Shrunk | None, x: Tensor) -> LoraPointers:
-    return LoraPointers() if lora is None else lora.pointers(x)
+def lora_of(lora: Shrunk | None, x: Tensor) -> ctypes.Structure:
+    return Lora() if lora is None else lora.pointers(x)
 
 
 def aligned(x: Tensor, w: QuantWeight) -> Tensor:
@@ -208,7 +186,7 @@ def units_of(w: QuantWeight) -> WorkUnits:
     return WorkUnits(w.shape[0] // WARP_ROWS, w.chunks, span)
 
 
-def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
+def weights_of(w: QuantWeight, gated: bool) -> ctypes.Structure:
     """Addresses of the lower and the upper 8 rows of the first tile, for each tensor; the upper ones of a gated tile
     are those of up."""
     lines = (w.shape[0] // 2 // ROWS) * w.chunks * ROWS if gated else WARP_ROWS // 2  # rows of chunks between the two
@@ -217,14 +195,18 @@ def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
         both += [None, None] if t is None else [t.data_ptr(), t.data_ptr() + lines * t.shape[-1] * t.element_size()]
     if w.factor is not None:
         both += [w.factor.data_ptr(), w.factor.data_ptr() + 4 * (w.shape[0] // 2 if gated else WARP_ROWS // 2)]
-    return WeightPointers(*both)
+    return Weights(*both)
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int, lora: Shrunk | None = None) -> Flags:
     """The compiler flags of the source."""
     return dict(
-        TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0],
-        HALF=int(w.half), PER=w.per,
-        ZERO_POINT=int(w.zero_point is not None), FACTOR=int(w.factor is not None), WARPS=warps,
-        RANK=lora.rank if lora else 0,
+        TOKENS=tokens_of(rows), VALUES=VALUES[w.codes][0], FACTOR=int(w.factor is not None), WARPS=warps,
+        RANK=lora.rank if lora else 0, **common_flags(w, extras),
     )
+
+
+def common_flags(w: QuantWeight, extras: Epilogue) -> dict[str, int]:
+    """Those of all sources for quantised weights."""
+    zero_point = int(w.zero_point is not None)
+    return dict(GATED=int(extras.gated), ACT=ACTS[extras.act], HALF=int(w.half), PER=w.per, ZERO_POINT=zero_point)
