@@ -118,7 +118,7 @@ def test_tiles_of_prompts_take_images(window: int | None) -> None:
     spec, dtype = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3), torch.bfloat16 if CUDA else torch.float32
     kv = cache(spec, [(41, 104)], 16, dtype)
     cut, q = ReductionSpec(16, 16), rand(104, 256, seed=4, dtype=dtype)
-    shape = prefill_attention.PrefillAttentionConfig(64, 4, 2)
+    shape = AttentionConfig(False, 64, 4, 2)
     got = prefill_attention.attend(q, spec, kv, False, cut, shape, span_end=145)
     near(got, REF.attend_span(q, spec, kv, 145))
     same(got, attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4), span_end=145))
@@ -240,9 +240,7 @@ def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
     want = attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4))
     near(want, REF.attend(q, spec, kv))
     for bq in (16, 64):
-        same(
-            prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(bq, 4, 2)), want
-        )
+        same(prefill_attention.attend(q, spec, kv, False, cut, AttentionConfig(False, bq, 4, 2)), want)
     assert kv.keys[0] is not None and kv.values[0] is not None
 
 
@@ -273,7 +271,7 @@ def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim
         AttentionConfig(False, 32, 4, parts=2),
     ):
         same(attend(q, spec, kv, False, cut, shape), want)
-    same(prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(64, 4, 1)), want)
+    same(prefill_attention.attend(q, spec, kv, False, cut, AttentionConfig(False, 64, 4, 1)), want)
     sort = lambda x: x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
     wide = replace(
         kv,

@@ -406,7 +406,7 @@ def test_moe_tiles(ops: TritonOps, pairs: int, wide: int, monkeypatch: pytest.Mo
     scale, gate_up, down = rand(6, seed=3).abs() + 0.5, rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
     want = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False)
     with monkeypatch.context() as patch:
-        patch.setattr(moe, "expert_tiling", lambda *_: moe.ExpertTiling(pairs, wide, 2, 4))
+        patch.setattr(moe, "expert_tile", lambda *_: moe.ExpertTile(pairs, wide, 2, 4))
         got = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False)
     same(got, want)
     for r in range(0, 90, 9):

@@ -10,15 +10,24 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..backend import Epilogue
 
 
 class Launcher(Protocol):
     """`TritonOps`, as the functions see it that are its methods."""
 
     pdl: bool
+
+
+def precision(x: Tensor) -> str:
+    """Of the products with x."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -92,3 +101,11 @@ def epilogue(
     if SOFTCAP:
         acc = tanh(acc / softcap) * softcap
     tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
+
+
+def epilogue_arguments(end: Epilogue, out: Tensor) -> tuple[tuple[Tensor, ...], int, float, dict[str, int | str]]:
+    """For `epilogue`: its tensors, mul_stride, softcap, and its constants."""
+    given = (out if end.bias is None else end.bias, out if end.mul is None else end.mul, out)
+    there = dict(BIAS=end.bias is not None, MUL=end.mul is not None, SOFTCAP=end.softcap is not None)
+    stride = 0 if end.mul is None else end.mul.stride(0)
+    return given, stride, float(end.softcap or 0.0), dict(GATED=end.gated, ACT=end.act, **there)

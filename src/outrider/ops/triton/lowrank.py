@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..adapter_slots import RANGE_ROWS, RANK_STEP, SlotWeight
 from ..cuda.runtime import struct
-from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_start, prefetch, weight_rows
+from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_start, precision, prefetch, weight_rows
 
 BK = 128  # columns fetched at a time
 SPAN_STEPS, MAX_SPANS = 3, 24  # minimum blocks of BK columns per span; maximum spans
@@ -135,8 +135,8 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl:
     (rows, k), (_, parts, rank, _) = x.shape, change.a.shape
     span = span_of(k)
     spans = triton.cdiv(k, span)
-    u = torch.empty((rows, parts * rank), dtype=change.b.dtype, device=x.device)
-    sums = torch.empty((spans, *u.shape), dtype=torch.float32, device=x.device) if spans > 1 else u
+    u = x.new_empty((rows, parts * rank), dtype=change.b.dtype)
+    sums = x.new_empty((spans, *u.shape), dtype=torch.float32) if spans > 1 else u
     x = x if x.stride(1) == 1 else x.contiguous()
     lines = triton.next_power_of_2(triton.cdiv(span, 64))
     shrink_kernel[(len(ranges), spans, parts * rank // RANK_STEP)](
@@ -146,10 +146,6 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl:
         num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,
     )
     return Shrunk(u, change, ranges, x, sums, pdl)
-
-
-def precision(x: Tensor) -> str:
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -245,7 +241,7 @@ def expand(y: Tensor, shrunk: Shrunk, act: str = "", mul: Tensor | None = None, 
     whole = shrunk.fits and rows <= 64
     bm = max(RANGE_ROWS, triton.next_power_of_2(rows)) if whole else RANGE_ROWS
     bn = 32 if gated else 64
-    out = torch.empty((rows, n), dtype=y.dtype, device=y.device) if gated else y
+    out = y.new_empty((rows, n)) if gated else y
     expand_kernel[(triton.cdiv(rows, bm) if whole else len(ranges), triton.cdiv(n, bn))](
         y, shrunk.u, change.b, ranges, y if mul is None else mul, out, rows, n,
         0 if mul is None else mul.stride(0), len(ranges), *shrunk.ends, BM=bm, BN=bn, GATED=gated, MUL=mul is not None,

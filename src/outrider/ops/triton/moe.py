@@ -8,8 +8,6 @@ tile (linear.chain). Quantised experts have their own product (`quant_moe`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,11 +16,11 @@ from torch import Tensor
 from ..backend import MoeResidual
 from ..formats import DeviceWeight
 from ..reference import as_tensor
-from .common import activate, gate_and_up, pdl_start, weight_rows
+from .common import activate, gate_and_up, pdl_start, precision, weight_rows
 from .gemm import chain
 from .norm import PROMPT, residual_norm, width_warps
 from .quant_config import max_smem
-from .quant_moe import QuantExperts, choose_tile, quant_product
+from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
 from .routing import Pairs, pairs_of, tile_of
 
 
@@ -119,24 +117,12 @@ def mix_epilogue_kernel(
         tl.store(h_out + row * n + i, (h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * nw).to(kind), mask=ok)
 
 
-@dataclass(frozen=True)
-class ExpertTiling:
-    """The tile of a program of the grouped products: pairs, and rows of weights."""
-
-    pairs: int
-    wide: int
-    stages: int
-    warps: int
-
-
-def expert_tiling(pairs: int, experts: int) -> ExpertTiling:
+def expert_tile(pairs: int, experts: int) -> ExpertTile:
     """By how many pairs an expert has on average."""
     mean = pairs / experts
-    if mean <= 8:
-        return ExpertTiling(16, 128, 5, 4)
     if mean <= 32:
-        return ExpertTiling(32, 128, 5, 4)
-    return ExpertTiling(64, 128, 4, 4) if mean <= 90 else ExpertTiling(128, 128, 3, 4)
+        return ExpertTile(16 if mean <= 8 else 32, 128, 5, 4)
+    return ExpertTile(64, 128, 4, 4) if mean <= 90 else ExpertTile(128, 128, 3, 4)
 
 
 def grouped_gemm(
@@ -147,22 +133,21 @@ def grouped_gemm(
         tile = choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
         quant_product(source, w, to, pairs, share, act, pdl, tile)
         return
-    g = expert_tiling(pairs.count, pairs.experts)
+    tile = expert_tile(pairs.count, pairs.experts)
     n, k = to.shape[1], source.shape[1]
     float32, gated = source.dtype == torch.float32, act is not None
-    bk, bn = 32 if float32 else 64, g.wide // 2 if gated else g.wide
-    experts_kernel[(triton.cdiv(n, bn), pairs.tiles(g.pairs))](
+    bk, bn = 32 if float32 else 64, tile.bn // 2 if gated else tile.bn
+    experts_kernel[(triton.cdiv(n, bn), pairs.tiles(tile.bm))](
         source, as_tensor(w), pairs.members, pairs.counts, to, n, k,
         EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
-        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
-        num_warps=g.warps, num_stages=2 if float32 else g.stages, launch_pdl=pdl,
+        BM=tile.bm, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC=precision(source), PDL=pdl,
+        num_warps=tile.warps, num_stages=2 if float32 else tile.stages, launch_pdl=pdl,
     )
 
 
 def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool) -> Tensor:
     """x [R, H] -> [pairs, H]."""
-    inner_out = torch.empty((pairs.count, down.shape[2]), dtype=x.dtype, device=x.device)
-    pair_out = torch.empty((pairs.count, x.shape[1]), dtype=x.dtype, device=x.device)
+    inner_out, pair_out = (x.new_empty((pairs.count, width)) for width in (down.shape[2], x.shape[1]))
     grouped_gemm(x, gate_up, inner_out, pairs, pairs.top, act, pdl)
     grouped_gemm(inner_out, down, pair_out, pairs, 1, None, pdl)
     return pair_out

@@ -8,8 +8,6 @@ that no row is exchanged) fit the registers. Only blocks at the edge of a tile's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,25 +15,15 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .attention import INDEX, _known, power
-from .attention_config import MIN_QUERIES, WIDE_HEAD_SMEM, ReductionSpec, choose_reduction
+from .attention_config import MIN_QUERIES, WIDE_HEAD_SMEM, AttentionConfig, ReductionSpec, choose_reduction
 from .common import gdc_launch_dependents, gdc_wait
 from .fp8_kv import is_fp8, join_columns, kv_tensors, scores_of, sorted_columns, widen_columns
 from .quant_config import max_smem
 
 
-@dataclass(frozen=True)
-class PrefillAttentionConfig:
-    """The tile of a program; changes no bit."""
-
-    bq: int  # queries: rows times the heads that share a K/V head
-    warps: int
-    stages: int
-
-
-def choose_prefill_config(spec: AttnSpec, cut: ReductionSpec) -> PrefillAttentionConfig:
-    if spec.head_dim > 256:
-        return PrefillAttentionConfig(64, 8, 2 if cut.bn == 32 else 1)
-    return PrefillAttentionConfig(128, 8, 2)
+def choose_prefill_config(spec: AttnSpec, cut: ReductionSpec) -> AttentionConfig:
+    large = spec.head_dim > 256
+    return AttentionConfig(False, 64 if large else 128, 8, 1 if large and cut.bn != 32 else 2)
 
 
 def supports(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
@@ -53,7 +41,7 @@ def supports(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> boo
 
 def attend(
     q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
-    shape: PrefillAttentionConfig | None = None, span_end: int = 0,
+    shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backend import Epilogue
-from .common import epilogue, gdc_launch_dependents, gdc_wait, prefetch
+from .common import epilogue, epilogue_arguments, gdc_launch_dependents, gdc_wait, precision, prefetch
 from .quant_config import QuantTile, choose_quant_tile, fit, max_smem
 from .repack import QuantWeight
 from .unpack import planes_of
@@ -292,49 +292,50 @@ def quant_linear(
         x = x.contiguous()
     rows = x.shape[0]
     n, k = w.shape
-    width = n // 2 if extras.gated else n
     tile = tile or choose_quant_tile(w.padded, w.columns, w.bits)
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:
         bm, tile = fit(tile, rows, w, shared or max_smem(x.device))
-    out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
+    out = x.new_empty((rows, n // 2 if extras.gated else n), dtype=extras.out_dtype or x.dtype)
     grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
     partial_out = out
     if splits > 1:
-        partial_out = torch.empty(
-            (grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32, device=x.device
-        )
-    bias, mul = extras.bias, extras.mul
-    plain = x.dtype != torch.bfloat16 or x.device.type == "cpu"
-    sums = group_sums(x, w, bm, pdl) if w.zero_point is not None else out
+        partial_out = x.new_empty((grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32)
+    tensors, sums_stride, constants = weight_arguments(x, w, bm, out, pdl)
+    ends, mul_stride, softcap, end_constants = epilogue_arguments(extras, out)
     quant_kernel[grid](
-        x, w.words, w.words if w.high is None else w.high, w.words if w.scale is None else w.scale,
-        w.words if w.zero_point is None else w.zero_point, sums,
-        w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out,
-        out, partial_out, semaphores,
-        rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, sums.stride(0),
-        float(extras.softcap or 0.0),
-        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, ZERO_POINT=w.zero_point is not None,
-        FACTOR=w.factor is not None,
-        BM=bm, MORE=tile.more, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None,
-        MUL=mul is not None,
-        SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
-        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages,
-        PREFETCH=tile.ahead if pdl else 0, PDL=pdl,
+        *tensors, *ends, partial_out, semaphores,
+        rows, n, k, w.chunks, span, x.stride(0), mul_stride, sums_stride, softcap,
+        BM=bm, MORE=tile.more, BN=tile.bn, SPLITS=splits, STAGES=tile.stages, PREFETCH=tile.ahead if pdl else 0,
         TRIGGER_LATE=pdl and w.words.nbytes >= LATE_TRIGGER_BYTES, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers,
         enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `wna16_gemv`
-        launch_pdl=pdl,
+        **constants, **end_constants,
     )
     return out
+
+
+def weight_arguments(
+    x: Tensor, w: QuantWeight, tokens: int, out: Tensor, pdl: bool
+) -> tuple[list[Tensor], int, dict[str, int | str]]:
+    """What kernels take of x and the weight: tensors from x to factor, sums_stride, constants. tokens: of a tile; out:
+    in place of what there is not."""
+    sums = out if w.zero_point is None else group_sums(x, w, tokens, pdl)
+    beside = (w.words if t is None else t for t in (w.high, w.scale, w.zero_point))
+    constants = dict(
+        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, ZERO_POINT=w.zero_point is not None,
+        FACTOR=w.factor is not None, EVEN=w.shape[1] % w.columns_of_chunk == 0,
+        PLAIN=x.dtype != torch.bfloat16 or x.device.type == "cpu", PREC=precision(x), PDL=pdl, launch_pdl=pdl,
+    )
+    return [x, w.words, *beside, sums, out if w.factor is None else w.factor], sums.stride(0), constants
 
 
 def group_sums(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
     """float32 [groups of the padded width, R padded with anything to whole tiles of this many tokens]."""
     group = w.per * w.plane
     groups = w.chunks * (w.planes // w.per)
-    out = torch.empty((groups, triton.cdiv(x.shape[0], tokens) * tokens), dtype=torch.float32, device=x.device)
+    out = x.new_empty((groups, triton.cdiv(x.shape[0], tokens) * tokens), dtype=torch.float32)
     sums_kernel[(x.shape[0], triton.cdiv(groups, 32))](
         x, out, x.shape[1], x.stride(0), groups, out.stride(0),
         GROUP=group, BLOCK=32, PDL=pdl, num_warps=1, launch_pdl=pdl,

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format, Weight
 from .common import activate, pdl_start
-from .quant import _pairs, add_chunk, group_sums
+from .quant import _pairs, add_chunk, weight_arguments
 from .repack import ROWS, SLICE, QuantWeight, repack
 from .routing import Pairs, pairs_of, tile_of
 
@@ -175,19 +174,12 @@ def quant_product(
     tile: ExpertTile
 ) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
-    m, (count, n, k) = w.matrix, w.shape
-    plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
-    gated = act is not None
-    sums = to if m.zero_point is None else group_sums(source, m, 1, pdl)
+    gated, (count, n, k) = act is not None, w.shape
+    tensors, sums_stride, constants = weight_arguments(source, w.matrix, 1, to, pdl)
     grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](
-        source, m.words, m.words if m.high is None else m.high, m.words if m.scale is None else m.scale,
-        m.words if m.zero_point is None else m.zero_point,
-        sums, to if m.factor is None else m.factor,
-        pairs.members, pairs.counts, to, n, k, m.chunks, sums.stride(0),
-        EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
-        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, ZERO_POINT=m.zero_point is not None,
-        FACTOR=m.factor is not None, BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
-        PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=pdl,
+        *tensors, pairs.members, pairs.counts, to, n, k, w.matrix.chunks, sums_stride,
+        EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone, BM=tile.bm,
+        BN=tile.bn, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **constants,
     )
