@@ -12,6 +12,7 @@ estimate (`gemm_config`) may choose, on Hopper, `gemm_streamk` (rows that are a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backend import NO_EPILOGUE, Epilogue
-from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, prefetch, weight_rows
-from .gemm_config import (
-    MAX_SMEM,
-    NUM_SEMAPHORES,
-    STREAMK_MAX_WHOLE_TILES,
-    GemmConfig,
-    GemmReduction,
-    choose_reduction,
-    config_for_rows,
-    fit_smem,
-)
+from . import gemm_config
+from .common import epilogue, epilogue_arguments, gate_and_up, gdc_launch_dependents, gdc_wait, prefetch, weight_rows
+from .gemm_config import MAX_SMEM, STREAMK_MAX_WHOLE_TILES, GemmConfig, GemmReduction, choose_reduction, config_for_rows
 from .gemm_streamk import matrix_descriptor, splitk_kernel, streamk_kernel, tma_aligned
 from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
 from .lowrank import Shrunk, lowrank_delta, slots_of
@@ -280,29 +273,26 @@ class GemmDevice:
     pdl: bool = False
     shared: int = MAX_SMEM  # bytes of shared memory that a program may take
     wgmma: GemmWgmma | None = None  # kernels for many rows, where the card has them
-    ahead: Precompiler[GemmKind] | None = None
+    ahead: Precompiler | None = None
     streamk: bool = True  # gemm_streamk may be used: on Hopper; compiled for sm_100, cut tiles exceed its shared memory
 
 
 def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
     """Compile the kernel for this number of rows of this kind and launch nothing: meta tensors replace the real
     ones."""
-
-    def shell(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    sides, wgmma = 2 if kind.gated else 1, device.wgmma
+    shell, sides, wgmma = partial(torch.empty, device="meta"), 2 if kind.gated else 1, device.wgmma
     bias = None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias)
-    mul = None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n]
+    mul = None if kind.mul is None else shell((rows, kind.mul[1]), dtype=kind.mul[0])[:, : kind.n]
     end = Epilogue(bias, mul, kind.act, 1.0 if kind.softcap else None, kind.out_dtype)
     config = variant(kind, rows, wgmma is not None and wgmma.usable)
     if wgmma is not None and config.wgmma and mul is None and kind.dtype == torch.bfloat16:
-        tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
+        span = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize).span(kind.k)
         form = WgmmaTile(config.bn, config.swap_ab, config.cut)
-        wgmma.kernel("gemm_wgmma", flags_of(end, form, tile.span(kind.k) < kind.k))
+        wgmma.kernel("gemm_wgmma", flags_of(end, form, span < kind.k))
         return
-    x, w = shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype)
-    launch = launch_of(x, w, replace(device, semaphores=shell(NUM_SEMAPHORES, dtype=torch.int32)), end)
+    x, w = (shell((size, kind.k), dtype=kind.dtype) for size in (rows, kind.n * sides))
+    semaphores = shell(gemm_config.NUM_SEMAPHORES, dtype=torch.int32)
+    launch = launch_of(x, w, replace(device, semaphores=semaphores), end)
     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
 
 
@@ -314,12 +304,9 @@ def dense_gemm(
     rows."""
     n = w.shape[0] // 2 if end.gated else w.shape[0]
     if device.ahead is not None and lora is None and tile is None:
-        beside = None if end.mul is None else (end.mul.dtype, end.mul.stride(0))
-        biased = None if end.bias is None else end.bias.dtype
-        kind = GemmKind(
-            n, w.shape[1], x.dtype, end.out_dtype or x.dtype, end.gated, end.act, biased, beside,
-            end.softcap is not None,
-        )
+        mul = None if end.mul is None else (end.mul.dtype, end.mul.stride(0))
+        bias, out_dtype = None if end.bias is None else end.bias.dtype, end.out_dtype or x.dtype
+        kind = GemmKind(n, w.shape[1], x.dtype, out_dtype, end.gated, end.act, bias, mul, end.softcap is not None)
         device.ahead.before(kind, x.shape[0])
     if device.wgmma is not None and end.mul is None and tile is None and x.shape[0] > FUSED_ROWS:
         reduction = choose_reduction(n, x.shape[1], end.gated, w.element_size())
@@ -347,59 +334,53 @@ def launch_of(
     x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue, tile: GemmReduction | None = None,
     shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> GemmLaunch:
-    bias, mul, act, softcap, out_dtype = end.bias, end.mul, end.act, end.softcap, end.out_dtype or x.dtype
-    gated, semaphores, pdl, shared = end.gated, device.semaphores, device.pdl, device.shared
-    rows, k = x.shape
+    gated, pdl, itemsize, (rows, k) = end.gated, device.pdl, w.element_size(), x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
-    tile = tile or choose_reduction(n, k, gated, w.element_size())
+    tile = tile or choose_reduction(n, k, gated, itemsize)
     span = tile.span(k)
     splits = triton.cdiv(k, span)
-    shape = shape or fit_smem(
-        config_for_rows(tile, n, k, rows, gated, w.element_size()), 2 if gated else 1, w.element_size(), shared
-    )
+    if shape is None:
+        shape = config_for_rows(tile, n, k, rows, gated, itemsize)
+        shape = gemm_config.fit_smem(shape, 2 if gated else 1, itemsize, device.shared)
     serial_splitk = splits > 1 and shape.serial_splitk
     assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
-    out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
+    out = x.new_empty((rows, n), dtype=end.out_dtype or x.dtype)
+    tensors, mul_stride, softcap, constants = epilogue_arguments(end, out)
     ends: dict[str, int | str | bool] = dict(
-        BM=shape.bm, BN=shape.bn, BK=shape.bk, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None,
-        SOFTCAP=softcap is not None, SPLITS=splits, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
-        launch_pdl=pdl,
+        BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SPLITS=splits, PDL=pdl, num_warps=shape.warps,
+        num_stages=shape.stages, launch_pdl=pdl, **constants,
     )
-    tensors = (out if bias is None else bias, out if mul is None else mul, out)
-    numbers = (0 if mul is None else mul.stride(0), span, float(softcap or 0.0))
-    wide = shape.bn * (2 if gated else 1)
+    numbers = (mul_stride, span, softcap)
+    tiles_m, tiles_n = triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn)
+    sums_of_tile = (shape.bm + shape.bm2) * shape.bn * (2 if gated else 1)
     assert lora is None or not shape.bm2, "changes are added to products of few rows"
-    if shape.tma and device.streamk and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
-        tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
-        programs = tiles * splits if splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES else min(tiles, sm_count(x.device))
+    if shape.tma and device.streamk and device.shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
+        tiles = tiles_m * tiles_n
+        whole = splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES
+        programs = tiles * splits if whole else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0
-        sums = (programs if splits > 1 else programs + 1 if cut else 0) * (shape.bm + shape.bm2) * wide
+        sums = (programs if splits > 1 else programs + 1 if cut else 0) * sums_of_tile
         given = (
             matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(x, shape.bm2, shape.bk),
-            matrix_descriptor(w, shape.bn, shape.bk), *tensors,
-            torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, semaphores,
-            rows, n, k, *numbers,
+            matrix_descriptor(w, shape.bn, shape.bk), *tensors, x.new_empty(sums, dtype=torch.float32) if sums else out,
+            device.semaphores, rows, n, k, *numbers,
         )
         if splits > 1:
-            return GemmLaunch(splitk_kernel, (programs,), given, ends | dict(BM2=shape.bm2), out)
-        return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(BM2=shape.bm2, CUT=cut), out)
-    grid = (triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn), 1 if serial_splitk else splits)
-    sums = grid[0] * grid[1] * splits * (shape.bm + shape.bm2) * wide
-    partial_out = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
+            return GemmLaunch(splitk_kernel, (programs,), given, ends, out)
+        return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(CUT=cut), out)
+    grid = (tiles_m, tiles_n, 1 if serial_splitk else splits)
+    partial_out = x.new_empty(tiles_m * tiles_n * splits * sums_of_tile, dtype=torch.float32) if grid[2] > 1 else out
     arguments = (
-        x, w, *tensors, partial_out, semaphores,
+        x, w, *tensors, partial_out, device.semaphores,
         *((out, out, out) if lora is None else (lora.u, lora.change.b, lora.ranges)),
-        rows, n, k, x.stride(0), *numbers,
-        *((0, 0, 0) if lora is None else (len(lora.ranges), *lora.ends)),
+        rows, n, k, x.stride(0), *numbers, *((0, 0, 0) if lora is None else (len(lora.ranges), *lora.ends)),
     )
     even = k % shape.bk == 0 and span % shape.bk == 0
     ends |= dict(
-        BM2=shape.bm2, SWAP_AB=shape.swap_ab, EVEN=even,
-        SERIAL_SPLITK=serial_splitk, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0,
-        TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
-        PARTS=lora.parts if lora else 0, RANK=lora.rank if lora else 0,
-        RANGES=triton.next_power_of_2(len(lora.ranges)) if lora else 0,
+        SWAP_AB=shape.swap_ab, EVEN=even, SERIAL_SPLITK=serial_splitk,
+        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PREFETCH=PREFETCH_LINES if pdl and itemsize == 2 else 0,
+        TRIGGER_LATE=pdl and w.nbytes >= LATE_TRIGGER_BYTES, PARTS=lora.parts if lora else 0,
+        RANK=lora.rank if lora else 0, RANGES=triton.next_power_of_2(len(lora.ranges)) if lora else 0,
         X_READY=even and lora is not None and lora.follows(x) and tma_aligned(x),
     )
     if lora is not None and shape.bm == 16 and shape.stages <= 3:
