@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .attention_config import AttentionConfig, ReductionSpec, choose_config, choose_reduction, fit_smem, split_count
-from .common import gdc_launch_dependents, gdc_wait, prefetch
+from .common import LOG2E, gdc_launch_dependents, gdc_wait, precision, prefetch
 from .fp8_kv import join_columns, kv_tensors, scores_of, sorted_columns, widen_columns, zero_sums
 from .quant_config import max_smem
 
@@ -379,9 +379,8 @@ def attend(
     slots = split_count(spec, kv, cut) if shape.split else 1
     partial_out = partial_lse = out
     if shape.split:
-        partial_out, partial_lse = (
-            torch.empty((rows, spec.heads, slots, width), dtype=torch.float32, device=q.device) for width in (dim, 2)
-        )
+        kept = (rows, spec.heads, slots)
+        partial_out, partial_lse = (q.new_empty((*kept, width), dtype=torch.float32) for width in (dim, 2))
     same = dict(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near,
         FAR=cut.far, PDL=pdl, launch_pdl=pdl,
@@ -396,30 +395,17 @@ def attend(
     lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors,
-        out, partial_out, partial_lse,
-        table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots, span_end,
+        out, partial_out, partial_lse, table.stride(0), keys.stride(0), spec.scale * LOG2E, slots, span_end,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split,
-        SPLITS_PER_PROGRAM=shape.run,
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", SINGLE_BLOCK=lone, MULTI_SPLIT=walks,
-        PARTS=1 if shape.split else shape.parts,
-        PREFETCH=cut.fine if shape.split and not walks else 0, TREE_DEPTH=deep, TAIL=tail, EACH=each,
-        ASM=q.device.type != "cpu", SPAN=span_end > 0, num_warps=shape.warps, num_stages=shape.stages, **same,
+        SPLITS_PER_PROGRAM=shape.run, PREC=precision(q), SINGLE_BLOCK=lone, MULTI_SPLIT=walks,
+        PARTS=1 if shape.split else shape.parts, PREFETCH=cut.fine if shape.split and not walks else 0,
+        TREE_DEPTH=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu", SPAN=span_end > 0, num_warps=shape.warps,
+        num_stages=shape.stages, **same,
     )
     if shape.split:
-        combine(partial_out, partial_lse, out, spec, kv, cut, pdl)
+        block, piece = min(32, triton.cdiv(slots, 4) * 4), min(padded, 128)
+        combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
+            partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
+            BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same,
+        )
     return out
-
-
-def combine(
-    partial_out: Tensor, partial_lse: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, pdl: bool
-) -> None:
-    """Add up the splits of every row and head: partial_out float32 [R, heads, slots, D], partial_lse [R, heads, slots,
-    2] -> out [R, heads · D]."""
-    rows, heads, slots, dim = partial_out.shape
-    block, piece = min(32, triton.cdiv(slots, 4) * 4), min(triton.next_power_of_2(dim), 128)
-    combine_kernel[(rows, heads, triton.cdiv(dim, piece))](
-        partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
-        HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse,
-        NEAR=cut.near, FAR=cut.far,
-        SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, launch_pdl=pdl,
-    )

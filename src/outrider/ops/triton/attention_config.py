@@ -84,11 +84,8 @@ def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int,
             return AttentionConfig(False, 16, 8, 3)
         return AttentionConfig(False, 32, 8) if eight else AttentionConfig(False, 64, 8, 3, parts=2)
     if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair if each gets an SM
-        return (
-            AttentionConfig(False, 16, 4, 3 if eight else 4, parts=2)
-            if pairs <= 66
-            else AttentionConfig(False, 16, 8, 3)
-        )
+        few = pairs <= 66
+        return AttentionConfig(False, 16, 4 if few else 8, 3 if eight or not few else 4, parts=2 if few else 1)
     return None
 
 
@@ -125,11 +122,7 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
     apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
     if kv.ancestors is None and (slots == 1 or programs >= enough or apart > MAX_PARTIAL_BYTES):
         if sliding and cut.bn == 64:
-            return (
-                AttentionConfig(False, 16, 8, 3)
-                if programs <= 132
-                else AttentionConfig(False, 16, 4, 3 if eight else 2)
-            )
+            return AttentionConfig(False, 16, 8 if programs <= 132 else 4, 3 if eight or programs <= 132 else 2)
         if sliding:
             return AttentionConfig(False, 16, 4, 3)
         if large and cut.bn == 32 and packed <= 16:
@@ -139,9 +132,8 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
         return AttentionConfig(False, 16, 4 if cut.bn == 32 else 8, 3 if eight and cut.bn == 64 else 2)
     if kv.ancestors is not None and cut.bn == 64 and packed > 16:
         few = AttentionConfig(True, 32, 8, 1) if large else AttentionConfig(True, 32, 4)
-    elif (
-        eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16))
-    ):  # half the bytes: two programs fit an SM
+    elif eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16)):
+        # half the bytes: two programs fit an SM
         few = AttentionConfig(True, 16, 8 if large and batch == 1 and packed <= 16 else 4)
     elif packed <= 16 or sliding or batch == 1 or kv.ancestors is not None:
         few = AttentionConfig(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
@@ -160,9 +152,5 @@ def split_count(spec: AttnSpec, kv: KVView, cut: ReductionSpec) -> int:
     length = kv.max_context
     if spec.window is not None:
         return min(triton.cdiv(length, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
-    pieces = (
-        (min(length, cut.near), cut.fine),
-        (min(length, cut.far) - cut.near, cut.mid),
-        (length - cut.far, cut.coarse),
-    )
-    return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)
+    keys = (min(length, cut.near), min(length, cut.far) - cut.near, length - cut.far)
+    return sum(triton.cdiv(max(0, n), size) for n, size in zip(keys, (cut.fine, cut.mid, cut.coarse)))

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from ..cuda.runtime import FOLDER, TensorMap, struct, tensor_map
 from .attention_config import MIN_QUERIES, ReductionSpec, choose_reduction
+from .common import LOG2E
 from .nvrtc_kernels import NvrtcKernels
 
 SOURCE = FOLDER / "attention_wgmma.cu"
@@ -20,8 +21,6 @@ Problem = struct(SOURCE.name, "Problem")
 
 
 class AttentionWgmma(NvrtcKernels):
-    """The kernels of one device."""
-
     source, what, own = SOURCE, "attention of prompts with heads of 512 goes", True
 
     def attend(
@@ -40,8 +39,7 @@ class AttentionWgmma(NvrtcKernels):
         out, table = torch.empty_like(q), kv.tables[spec.group]
         pairs = triton.cdiv(packed, 2 * BQ)
         problem = Problem(
-            spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far,
-            spec.scale * 1.4426950408889634,
+            spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far, spec.scale * LOG2E
         )
         maps = [map_of(side[spec.kv_layer]) for side in (kv.keys, kv.values)]
         addresses = [t.data_ptr() for t in (q, table, kv.positions, kv.row_start, out)]

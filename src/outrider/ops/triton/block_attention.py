@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...types import BlockAttn, BlockRows, KVView
 from ..backend import Angles
-from .common import Launcher, pdl_start
+from .common import LOG2E, Launcher, pdl_start, precision
 from .unpack import plain_value
 
 PROGRAMS = 264  # enough to keep the SMs of a Hopper busy
@@ -180,10 +180,9 @@ def attend_block(
     turned = torch.empty_like(q)
     block_rope_kernel[(rows, spec.heads + 2 * kv_heads)](
         q, made, cos, sin, cos if attn.q_norm is None else attn.q_norm, cos if attn.k_norm is None else attn.k_norm,
-        turned, own.keys, own.values, slots, first, capacity, spec.eps,
-        HEADS=spec.heads, KV_HEADS=kv_heads, MADE=heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
-        Q_NORM=attn.q_norm is not None, K_NORM=attn.k_norm is not None, NORM_V=spec.norm_v, PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        turned, own.keys, own.values, slots, first, capacity, spec.eps, HEADS=spec.heads, KV_HEADS=kv_heads, MADE=heads,
+        HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), Q_NORM=attn.q_norm is not None,
+        K_NORM=attn.k_norm is not None, NORM_V=spec.norm_v, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
     keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
     assert keys is not None and values is not None
@@ -199,16 +198,14 @@ def attend_block(
     splits = max(1, min(triton.cdiv(PROGRAMS, size * kv_heads * tiles), triton.cdiv(reach, 2 * bn), MAX_SPLITS))
     chunk = triton.cdiv(triton.cdiv(reach, splits), bn) * bn
     out = torch.empty_like(q)
-    kept = (rows, spec.heads, splits)
-    partial_out = torch.empty((*kept, dim), dtype=torch.float32, device=q.device) if splits > 1 else out
-    partial_lse = torch.empty((*kept, 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    kept, partial_out, partial_lse = (rows, spec.heads, splits), out, out
+    if splits > 1:
+        partial_out, partial_lse = (q.new_empty((*kept, width), dtype=torch.float32) for width in (dim, 2))
     block_attend_kernel[(splits, kv_heads * tiles, size)](
-        turned, keys, values, own.keys, own.values, table, own.end, out, partial_out, partial_lse,
-        table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots, first, capacity, splits, chunk, back,
-        window,
-        HEADS=spec.heads, KV_HEADS=kv_heads, D=dim, DP=padded, PAGE=kv.page_size, CAUSAL=attn.causal, BQ=bq, BN=bn,
-        SPLIT=splits > 1, PREC="tf32x3" if q.dtype == torch.float32 else "tf32", PDL=pdl,
-        num_warps=8 if padded > 256 else 4, num_stages=2, launch_pdl=pdl,
+        turned, keys, values, own.keys, own.values, table, own.end, out, partial_out, partial_lse, table.stride(0),
+        keys.stride(0), spec.scale * LOG2E, slots, first, capacity, splits, chunk, back, window, HEADS=spec.heads,
+        KV_HEADS=kv_heads, D=dim, DP=padded, PAGE=kv.page_size, CAUSAL=attn.causal, BQ=bq, BN=bn, SPLIT=splits > 1,
+        PREC=precision(q), PDL=pdl, num_warps=8 if padded > 256 else 4, num_stages=2, launch_pdl=pdl,
     )
     if splits > 1:
         block_combine_kernel[(rows * spec.heads,)](

@@ -18,6 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..backend import Epilogue
 
+LOG2E = 1.4426950408889634
+
 
 class Launcher(Protocol):
     """`TritonOps`, as the functions see it that are its methods."""

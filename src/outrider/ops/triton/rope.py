@@ -136,10 +136,9 @@ def rope_write(ops: Launcher, qkv: Tensor, angles: Angles, norms: HeadNorms, spe
     rope_write_kernel[(rows, spec.heads // some + (2 * triton.cdiv(spec.kv_heads, some) if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
         kv.positions if kv.kv_slots is None else kv.kv_slots, kv.row_seq, qkv.stride(0), table.stride(0),
-        keys.stride(0), spec.eps,
-        HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some,
-        PDL=ops.pdl, num_warps=some, launch_pdl=ops.pdl,
+        keys.stride(0), spec.eps, HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half,
+        BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some, PDL=ops.pdl, num_warps=some, launch_pdl=ops.pdl,
     )
     return q
 
