@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, DraftEnd, DraftNoise, KVView
 from . import draft_steps_kernel as kernels
+from .common import LOG2E
 from .quant_config import sm_count
-
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,15 @@ def unsupported(drafter: Any) -> str | None:
     config = drafter.config
     if not config.gemma or config.clusters or config.taps:
         return "not one of Gemma 4's larger drafters"
-    if not all_dense(drafter):
+    layers = (m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))
+    if not all(isinstance(m, Tensor) for m in (drafter.pre, drafter.post, drafter.head, *layers)):
         return "packed weights"
     specs = [b.spec for b in drafter.blocks]
     numbers = [config.hidden, config.vocab_size, *(b.down.shape[1] for b in drafter.blocks)]
     numbers += [n for s in specs for n in (s.heads * s.head_dim, s.head_dim)]
-    if not all(power(n) for n in numbers) or any(s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs):
+    if any(n.bit_count() != 1 for n in numbers) or any(s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs):
         return "sizes that are no powers of two"
     return None
-
-
-def power(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
-
-
-def all_dense(drafter: Any) -> bool:
-    layers = (m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))
-    return all(isinstance(m, Tensor) for m in (drafter.pre, drafter.post, drafter.head, *layers))
 
 
 def tile_for(k: int, h: int, cut: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -71,13 +62,11 @@ def tile_for(k: int, h: int, cut: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def rounded(dense: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [N, K] as words [N, K / 4], and one float32 factor a row, in pieces: no float32 copy of a whole head."""
-    out = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
-    factors = torch.empty(dense.shape[0], dtype=torch.float32, device=dense.device)
-    for piece in range(0, dense.shape[0], 32768):
-        x = dense[piece : piece + 32768].float()
-        factor = x.abs().amax(1).clamp_min(1e-30) / 127.0
-        out[piece : piece + 32768] = (x / factor[:, None]).round().to(torch.int8)
-        factors[piece : piece + 32768] = factor
+    out = dense.new_empty(dense.shape, dtype=torch.int8)
+    factors = dense.new_empty(len(dense), dtype=torch.float32)
+    for x, to, factor in zip(dense.split(32768), out.split(32768), factors.split(32768)):
+        factor.copy_(x.float().abs().amax(1).clamp_min(1e-30) / 127.0)
+        to.copy_((x.float() / factor[:, None]).round())
     return out.view(torch.int32), factors
 
 
@@ -151,10 +140,9 @@ class SteppedDrafter:
             for i in range(len(self.layers)):
                 self._layer(i, state, step == 0)
             self._head(noise, step)
-        space = triton.next_power_of_2(self.programs)
-        found = (self.best[steps - 1], self.ids[steps - 1])
         kernels.finish_kernel[(1,)](
-            *found, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch
+            self.best[steps - 1], self.ids[steps - 1], out, steps - 1, PROGRAMS=self.programs,
+            SPACE=triton.next_power_of_2(self.programs), num_warps=4, **self.launch,
         )
         return out, None, torch.full_like(last, steps)
 
@@ -167,10 +155,9 @@ class SteppedDrafter:
         h, (rows, warps) = self.config.hidden, self.cuts.pre
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
             *self.pre, self.target.table, features, self.g, last, self.best[max(0, step - 1)],
-            self.ids[max(0, step - 1)], out, self.inputs, self.table_scale, step,
-            H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
-            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), ASM=self.asm, num_warps=warps,
-            **self.launch,
+            self.ids[max(0, step - 1)], out, self.inputs, self.table_scale, step, H=h, HB=self.config.backbone_hidden,
+            KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0, PROGRAMS=self.programs,
+            SPACE=triton.next_power_of_2(self.programs), ASM=self.asm, num_warps=warps, **self.launch,
         )
 
     def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: int) -> None:

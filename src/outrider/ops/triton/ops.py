@@ -19,9 +19,9 @@ from ..adapter_slots import SlotWeight
 from ..backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeLayer, Norms
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
-from . import attention, block_attention, choose, lowrank, moe, norm, prefill_attention, rope, trees
+from . import attention, block_attention, choose, draft_steps, lowrank, moe, norm, prefill_attention, rope, trees
 from .attention_wgmma import AttentionWgmma
-from .gemm import FUSED_ROWS, GemmDevice, GemmKind, compile_for, dense_gemm, variant
+from .gemm import FUSED_ROWS, GemmDevice, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
@@ -60,7 +60,7 @@ class TritonOps(ReferenceOps):
         self.wide_heads = AttentionWgmma.of(device, self.semaphores)
         wgmma = GemmWgmma.of(device, self.semaphores)
         alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma, streamk=self.hopper)
-        ahead = Precompiler[GemmKind](
+        ahead = Precompiler(
             lambda kind, rows: compile_for(kind, rows, alone), lambda kind, rows: variant(kind, rows, wgmma is not None)
         )
         self.gemm = replace(alone, ahead=ahead) if on_gpu else alone
@@ -281,8 +281,6 @@ class TritonOps(ReferenceOps):
 
     def compile_drafter(self, drafter: M) -> M:
         """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""
-        from . import draft_steps  # here: it needs the drafter's side of the package
-
         if self.pdl and draft_steps.unsupported(drafter) is None:
             return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
         return drafter
