@@ -19,7 +19,15 @@ from tests.kernels import fields, no_kernel
 from outrider.ops.backend import ExpertWeights
 from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat
 from outrider.ops.triton import moe_gemv_int8, nvrtc_kernels
-from outrider.ops.triton.moe_gemv_int8 import SOURCE, Mixture, MoeGemvInt8, MoeGemvLayer, MoeGemvPlan, SharedMLP, spans
+from outrider.ops.triton.moe_gemv_int8 import (
+    SOURCE,
+    Mixture,
+    MoeGemvInt8,
+    MoeGemvLayer,
+    MoeGemvPlan,
+    SharedMLP,
+    units_of,
+)
 from outrider.ops.triton.quant_moe import QuantExperts, round_experts
 from outrider.ops.triton.repack import QuantWeight, repack
 
@@ -64,7 +72,7 @@ def test_tokens_are_their_definition(
     count, hidden, wide = 48, 1024, 1032
     (gate_up, gate_up_d), (down, down_d) = experts(count, 2 * inner, hidden, 1), experts(count, hidden, inner, 2)
     (wide_gu, wide_gu_d), (wide_down, wide_down_d) = matrix(2 * wide, hidden, 3), matrix(hidden, wide, 4)
-    assert spans(wide_gu)[1] > 1 and spans(wide_down)[1] > 1
+    assert units_of(wide_gu).splits > 1 and units_of(wide_down).splits > 1
     z = torch.randn((rows, count), generator=torch.Generator().manual_seed(5))
     z[:, 9] += 2.0  # many choose it
     z[0, 30] = z[0, 7] = z.max() + 0.5  # the lower one comes first
@@ -102,7 +110,7 @@ def test_tokens_are_their_definition(
         torch.testing.assert_close(weight[of].double(), p / p.sum() * scale[order].double(), rtol=1e-6, atol=0)
         want = torch.stack([mlp(x[row], gate_up_d[e], down_d[e]) for e in order])
         torch.testing.assert_close(pairs[of].double(), want, rtol=2e-2, atol=2e-2)
-    assert len(sums) == (spans(wide_down)[1] if beside else 0)
+    assert len(sums) == (units_of(wide_down).splits if beside else 0)
     if beside:
         torch.testing.assert_close(sums.double().sum(0), mlp(h, wide_gu_d, wide_down_d), rtol=2e-2, atol=2e-2)
 

@@ -1,9 +1,6 @@
-"""Which GPU kernel serves which operation, in one table: `outrider doctor --kernels` prints it.
-
-The limits are the constants that the dispatching code itself compares with. Every kernel of an operation gives the same
-bits, so the table is about speed only; a kernel stays if it brings at least 5 % of a whole step in a published
-configuration (`docs/gpu-inside.md`).
-"""
+"""Which GPU kernel serves which operation: `outrider doctor --kernels` prints this table. The limits are the constants
+that the dispatching code compares with. All kernels of an operation give the same bits; one stays if it brings at least
+5 % of a whole step in a published configuration (`docs/gpu-inside.md`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream-K products of 129 to some hundred rows with TMA (Hopper and later): the chains of sums of `linear`, so the
+"""Stream-K products of 129 to some hundred rows with TMA (Hopper and later): the chains of sums of `gemm`, so the
 same bits.
 
 TMA loads whole tiles of x and of the weights into shared memory, with zeros past their ends: threads compute no

@@ -37,8 +37,6 @@ class WgmmaTile:
 
 
 class GemmWgmma(NvrtcKernels):
-    """The kernels of one device."""
-
     source, what, own = SOURCE, "products of many rows go", True
 
     def product(
@@ -83,7 +81,6 @@ def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:
 
 
 def flags_of(end: Epilogue, tile: WgmmaTile, spans: bool) -> Flags:
-    """The compiler flags of the source."""
     return dict(
         BN=tile.bn, SWAP_AB=int(tile.swap_ab), STAGES=tile.stages, SPLITS=1 + spans, GATED=int(end.gated),
         ACT=ACTS[end.act], BIAS=0 if end.bias is None else 1 if end.bias.dtype == torch.bfloat16 else 2,

@@ -3,7 +3,7 @@
 A pair is (row, slot): one of a row's chosen experts. `routing` picks the experts of each row and lists the pairs by
 expert; the grouped products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their order.
 The number of pairs per tile follows from their total; a pair's sums are one chain over the inner dimension whatever the
-tile (linear.chain). Quantised experts have their own product (`quant_moe`).
+tile (gemm.chain). Quantised experts have their own product (`quant_moe`).
 """
 
 from __future__ import annotations
@@ -138,10 +138,9 @@ def grouped_gemm(
     float32, gated = source.dtype == torch.float32, act is not None
     bk, bn = 32 if float32 else 64, tile.bn // 2 if gated else tile.bn
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(tile.bm))](
-        source, as_tensor(w), pairs.members, pairs.counts, to, n, k,
-        EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
-        BM=tile.bm, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC=precision(source), PDL=pdl,
-        num_warps=tile.warps, num_stages=2 if float32 else tile.stages, launch_pdl=pdl,
+        source, as_tensor(w), pairs.members, pairs.counts, to, n, k, EXPERTS=pairs.experts, BLOCK_E=pairs.block,
+        SHARE=share, GATED=gated, ACT=act or "", BM=tile.bm, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone,
+        PREC=precision(source), PDL=pdl, num_warps=tile.warps, num_stages=2 if float32 else tile.stages, launch_pdl=pdl,
     )
 
 

@@ -1,10 +1,7 @@
-"""Int8 experts for 1 to 3 tokens, together with the shared dense MLP if it is int8 too, in CUDA C++
-(`ops/cuda/moe_gemv_int8.cu`): the bits of `routing`, `quant_moe` and `quant`, faster, and in three launches instead of
-six or seven.
-
-`MoeGemvPlan.of` decides by weights: bfloat16, gate_up in groups of 128 columns, down with one scale per row, as
-`--quantize int8` makes of Gemma's 26B-A4B.
-"""
+"""Int8 experts for 1 to 3 bfloat16 tokens, gate_up in groups of 128 columns, down with one scale per row, as
+`--quantize int8` makes of Gemma's 26B-A4B, together with the shared dense MLP if it is int8 too, in CUDA C++
+(`ops/cuda/moe_gemv_int8.cu`): the bits of `routing`, `quant_moe` and `quant`, in three launches instead of six or
+seven."""
 
 from __future__ import annotations
 
@@ -21,10 +18,9 @@ from ..formats import DeviceWeight
 from ..reference import as_tensor
 from .gemm_config import choose_reduction
 from .nvrtc_kernels import NvrtcKernels
-from .quant_config import choose_quant_tile
 from .quant_moe import QuantExperts
 from .repack import Codes, QuantWeight
-from .wna16_gemv import ACTS
+from .wna16_gemv import ACTS, units_of
 
 SOURCE = FOLDER / "moe_gemv_int8.cu"
 MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
@@ -49,7 +45,7 @@ class SharedMLP:
             return None
         inner = down.shape[1]
         shapes = gate_up.shape == (2 * inner, hidden) and down.shape[0] == hidden and inner % 8 == 0
-        fits = grouped(gate_up) and by_row(down) and shapes and spans(down)[0] <= most
+        fits = grouped(gate_up) and by_row(down) and shapes and units_of(down).span <= most
         return SharedMLP(gate_up, down) if fits else None
 
 
@@ -104,7 +100,8 @@ class MoeGemvPlan:
         (span, splits), (down_span, down_splits), down_chunks = (chunks, 1), (0, 0), 0
         if beside is not None:
             dense, down_chunks = beside.down.shape[1], beside.down.chunks
-            (span, splits), (down_span, down_splits) = spans(beside.gate_up), spans(beside.down)
+            of_gate_up, of_down = units_of(beside.gate_up), units_of(beside.down)
+            span, splits, down_span, down_splits = of_gate_up.span, of_gate_up.splits, of_down.span, of_down.splits
             tiles, units = tiles + dense // 8, units + hidden // 16 * down_splits
         # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as
         # many warps as fit.
@@ -135,12 +132,6 @@ def by_row(w: QuantWeight) -> bool:
     return plain and w.factor is not None and w.order is None and w.shape[1] % 8 == 0
 
 
-def spans(w: QuantWeight) -> tuple[int, int]:
-    """Chunks of a span, and spans: the order of sums that the weight has in Triton."""
-    span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.bits).splits)
-    return span, -(-w.chunks // span)
-
-
 @dataclass(frozen=True)
 class MoeGemvLayer:
     """One layer's weights, and how its kernels take them."""
@@ -152,8 +143,6 @@ class MoeGemvLayer:
 
 
 class MoeGemvInt8(NvrtcKernels):
-    """The kernels of one device."""
-
     source, what = SOURCE, "experts in int8 at up to 3 tokens go"
 
     def plan(self, x: Tensor, experts: ExpertWeights, shared: SharedMLP | None) -> MoeGemvPlan | None:
@@ -214,7 +203,6 @@ class MoeGemvInt8(NvrtcKernels):
 
 
 def flags_of(plan: MoeGemvPlan, act: str) -> Flags:
-    """The compiler flags of the source."""
     span, splits = plan.router
     return dict(
         MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,

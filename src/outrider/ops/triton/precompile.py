@@ -1,10 +1,9 @@
 """Compiles in parallel the kernels that a pass of another size will need.
 
-A pass of more rows takes larger tiles, and a model has some ten kinds of products: compiled one after the other at
-their first launch they would delay running requests by a quarter of a minute, once per machine. So the products in use
-are recorded, and when the first of them comes with a new number of rows, all of them are compiled for it at once, one
-thread each. This module launches nothing and is optional: a kernel that was not compiled ahead is compiled when it is
-needed.
+A model has some ten kinds of products: compiled one after the other at their first launch they would delay running
+requests by a quarter of a minute, once per machine. So the products in use are recorded, and when the first of them
+comes with a new number of rows, all are compiled for it at once, one thread each. Nothing is launched, and a failure is
+ignored: a kernel that was not compiled ahead is compiled when it is needed.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any
 
-Asked = TypeVar("Asked", bound=Hashable)  # what a kernel is compiled for, but for the number of rows
+Asked = Any  # hashable: what a kernel is compiled for, but for the number of rows
 THREADS = 8
 log = logging.getLogger("outrider")
 
 
-class Precompiler(Generic[Asked]):
+class Precompiler:
     def __init__(self, compile_one: Callable[[Asked, int], None], variant: Callable[[Asked, int], Hashable]):
         """compile_one(asked, rows): compiles, launches nothing; may fail. variant(asked, rows): numbers of rows that
         share it share the kernel."""

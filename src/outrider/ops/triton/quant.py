@@ -292,7 +292,7 @@ def quant_linear(
         x = x.contiguous()
     rows = x.shape[0]
     n, k = w.shape
-    tile = tile or choose_quant_tile(w.padded, w.columns, w.bits)
+    tile = tile or choose_quant_tile(w.padded, w.columns, w.codes.bits)
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:

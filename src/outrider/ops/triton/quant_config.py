@@ -54,7 +54,7 @@ def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
 
 def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, QuantTile]:
     """Tokens of a tile, and the tile that goes with them. shared: bytes that a program may take."""
-    columns, plane, bits = w.columns_of_chunk, w.plane, w.bits
+    columns, plane, bits = w.columns_of_chunk, w.plane, w.codes.bits
     has_zero_point, above = w.zero_point is not None, w.high is not None
     # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there
     # instead of two (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an

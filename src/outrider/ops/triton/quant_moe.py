@@ -10,6 +10,7 @@ pair alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -53,7 +54,7 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
     memory."""
     count, n, k = dense.shape
     rows, tiles = dense.reshape(count * n, k), triton.cdiv(count * n, ROWS)
-    step, whole, part = max(1, SLICE // (k * ROWS)), dict[str, Tensor](), None
+    step, whole, part = max(1, SLICE // (k * ROWS)), dict[str, Any](), None
     for lo in range(0, tiles, step):
         part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
         if part is None:
@@ -64,9 +65,7 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
                 each = len(t) // len(part.words)  # a tile has one entry, or one for each of its rows
                 whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
     assert part is not None
-    scale, zero_point, factor, high = (whole.get(name) for name in ("scale", "zero_point", "factor", "high"))
-    held = replace(part, shape=(count * n, k), words=whole["words"], scale=scale, zero_point=zero_point, factor=factor)
-    return QuantExperts((count, n, k), replace(held, high=high))
+    return QuantExperts((count, n, k), replace(part, shape=(count * n, k), **whole))
 
 
 @triton.jit
@@ -160,10 +159,10 @@ class ExpertTile:
 def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> ExpertTile:
     """By how many pairs an expert has on average (measured on an H200: docs/gpu.md)."""
     mean = pairs.count / pairs.experts
-    if mean <= 6 and w.plane == 32 and w.high is None:  # five bits take no tile of 8 (quant_tiles.fit)
+    if mean <= 6 and w.plane == 32 and w.high is None:  # five bits take no tile of 8 (quant_config.fit)
         if gated or pairs.count <= 16:
             return ExpertTile(8, 64, 4, 4)
-        return ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 2)
+        return ExpertTile(8, 64, 3, 2, 160) if w.codes.bits == 4 else ExpertTile(8, 64, 4, 2)
     bm = 16 if mean <= 8 else 32 if mean <= 24 or shared < 100 << 10 else 64
     each = 64 * w.plane * 4 + bm * w.columns_of_chunk * 2
     return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4)
@@ -178,8 +177,7 @@ def quant_product(
     tensors, sums_stride, constants = weight_arguments(source, w.matrix, 1, to, pdl)
     grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](
-        *tensors, pairs.members, pairs.counts, to, n, k, w.matrix.chunks, sums_stride,
-        EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone, BM=tile.bm,
-        BN=tile.bn, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        **constants,
+        *tensors, pairs.members, pairs.counts, to, n, k, w.matrix.chunks, sums_stride, EXPERTS=count,
+        BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone, BM=tile.bm, BN=tile.bn,
+        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **constants,
     )

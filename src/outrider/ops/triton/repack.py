@@ -36,6 +36,12 @@ class Codes(Enum):
         return {Codes.INT5: 1, Codes.UINT5: 1, Codes.INT6: 2}.get(self, 0)
 
 
+GGUF_CODES = {
+    "Q4_0": Codes.INT4, "Q4_1": Codes.UINT4, "Q8_0": Codes.INT8, "Q5_0": Codes.INT5, "Q5_1": Codes.UINT5,
+    "Q4_K": Codes.UINT4, "Q5_K": Codes.UINT5, "Q6_K": Codes.INT6,
+}
+
+
 @dataclass(frozen=True)
 class QuantWeight:
     """A matrix [N, K] that `quant_linear` multiplies."""
@@ -54,12 +60,8 @@ class QuantWeight:
     high: Tensor | None = None
 
     @property
-    def bits(self) -> int:
-        return self.codes.bits
-
-    @property
     def planes(self) -> int:
-        return 32 // self.bits
+        return 32 // self.codes.bits
 
     @property
     def chunks(self) -> int:
@@ -80,7 +82,7 @@ class QuantWeight:
     @property
     def nbytes(self) -> int:
         tensors = (self.words, self.high, self.scale, self.zero_point, self.factor, self.order)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def view(self, *shape: int) -> QuantWeight:
         raise NotImplementedError("quantised weights of the GPU have no other shape: a head by clusters stays dense")
@@ -208,22 +210,12 @@ def _grid(weight: Weight) -> Grid | None:
     if isinstance(format, Float8Format):
         return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
     if isinstance(format, NvFp4Format):
-        return Grid(
-            Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), t["scale"].to(torch.bfloat16), factor=t["factor"]
-        )
-    return _gguf(format.kind, t["blocks"], weight.shape[1]) if isinstance(format, GGUFBlockFormat) else None
-
-
-CODES = {
-    "Q4_0": Codes.INT4, "Q4_1": Codes.UINT4, "Q8_0": Codes.INT8, "Q5_0": Codes.INT5, "Q5_1": Codes.UINT5,
-    "Q4_K": Codes.UINT4, "Q5_K": Codes.UINT5, "Q6_K": Codes.INT6,
-}
-
-
-def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
-    if kind not in CODES:
+        scale, factor = t["scale"].to(torch.bfloat16), t["factor"]
+        return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), scale, factor=factor)
+    if not isinstance(format, GGUFBlockFormat) or format.kind not in GGUF_CODES:
         return None
-    scale, offset = (None if t is None else t.to(torch.float16) for t in scales_of(kind, rows))
-    assert scale is not None
-    codes = lambda lo, hi: codes_of(kind, rows[lo:hi]).view(torch.uint8)  # noqa: E731
-    return Grid(CODES[kind], k // scale.shape[1], codes, scale, offset)
+    kind, rows = format.kind, t["blocks"]
+    factors, offsets = (None if t is None else t.to(torch.float16) for t in scales_of(kind, rows))
+    assert factors is not None
+    values = lambda lo, hi: codes_of(kind, rows[lo:hi]).view(torch.uint8)  # noqa: E731
+    return Grid(GGUF_CODES[kind], weight.shape[1] // factors.shape[1], values, factors, offsets)

@@ -1,9 +1,5 @@
-"""Expert routing: pairs of (row, slot), listed by expert, and the tile of them that a program takes.
-
-A pair is one of a row's chosen experts. `list_pairs` routes every row and lists the pairs; `tile_of` is shared by the
-grouped products (dense in `moe`, quantised in `quant_moe`): the t-th tile of up to BM pairs of one expert, counted
-through the experts.
-"""
+"""Expert routing: pairs of (row, slot), one of a row's chosen experts each, listed by expert (`list_pairs`), and the
+tile of them that a program of the grouped products takes (`tile_of`; dense products: `moe`, quantised: `quant_moe`)."""
 
 from __future__ import annotations
 

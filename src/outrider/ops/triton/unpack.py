@@ -4,8 +4,6 @@
 Cost of each kind, in instructions per two weights: int4 a shift, a mask and a subtraction; five and six bits two more
 for the high bits; int8 the same with two masks; fp8 and fp4 move sign, exponent and mantissa into place and multiply by
 a power of two.
-
-`columns` does the same for keys and values that are stored in eight bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Products of more than 40 tokens with 4-bit weights on Hopper, in CUDA C++ (`ops/cuda/w4a16_gemm.cu`): the bits of
-`quant`, faster.
-
-`suits` is the rule: what `w4a16_wgmma` takes, with more tokens. `choose_tile` follows the number of tokens; spans are
-part of the order of sums and depend on the weight alone.
-"""
+"""Products of more than 40 tokens with the weights of `w4a16_wgmma`, in CUDA C++ (`ops/cuda/w4a16_gemm.cu`): the bits
+of `quant`, faster. `choose_tile` follows the number of tokens; spans are part of the order of sums and depend on the
+weight alone."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ SOURCE = FOLDER / "w4a16_gemm.cu"
 PLANES, WARPS, THREADS = 8, 8, 384
 GROUP = 8  # tiles of tokens that go through all weights together: their x stays in L2
 EIGHTS = (4, 5, 7, 8, 10)  # of half of a tile's tokens: registers hold the sums of 160; each is compiled at first use
+STAGES = ((6, 3), (5, 3), (4, 3), (4, 2), (3, 2))  # of x and of weights
 ONE_SPAN, SERIAL, PARALLEL = 0, 1, 2  # spans of a tile: one; added up by one block; by several
 Problem = struct(SOURCE.name, "Problem")
 
@@ -84,24 +82,14 @@ class W4A16Shape:
 
 @lru_cache(maxsize=4096)
 def choose_tile(shape: W4A16Shape, clusters: int, room: int) -> W4A16Tile | None:
-    """The one with the lowest estimate; None where none fits."""
+    """The one with the lowest estimate and as many stages as fit; None where none fits."""
     ways = (ONE_SPAN,) if shape.units.splits == 1 else (SERIAL, PARALLEL)
-    for _, eights, spans in sorted((shape.cost(e, s, clusters), -e, s) for e in EIGHTS for s in ways):
-        made = with_stages(-eights, spans, shape, room)
-        if made is not None:
-            return made
-    return None
-
-
-def with_stages(eights: int, spans: int, shape: W4A16Shape, room: int) -> W4A16Tile | None:
-    """As many stages as fit."""
-    tiles = (W4A16Tile(eights, spans, x, w) for x, w in ((6, 3), (5, 3), (4, 3), (4, 2), (3, 2)))
+    order = sorted((shape.cost(e, s, clusters), -e, s) for e in EIGHTS for s in ways)
+    tiles = (W4A16Tile(-eights, spans, *stages) for _, eights, spans in order for stages in STAGES)
     return next((t for t in tiles if t.shared(shape.groups, shape.has_zero_point) <= room), None)
 
 
 class W4A16Gemm(NvrtcKernels):
-    """The kernels of one device."""
-
     source, what, own = SOURCE, "4-bit weights at more than 40 tokens go", True
 
     def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
@@ -143,7 +131,6 @@ def suits(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, tile: W4A16Tile) -> Flags:
-    """The compiler flags of the source."""
     return dict(
         NT=tile.eights, X_STAGES=tile.x_stages, W_STAGES=tile.w_stages, SPANS=tile.spans,
         OFFSET=8 if w.codes is Codes.INT4 else 0, **common_flags(w, extras),

@@ -1,9 +1,6 @@
-"""Products of 9 to 40 tokens with 4-bit weights, in CUDA C++ (`ops/cuda/w4a16_wgmma.cu`): the bits of `quant`, faster.
-
-`suits` is the rule: what `wna16_gemv` takes of 4-bit integers in groups, with more tokens. `choose_block` follows the
-number of tokens; spans are part of the order of sums and depend on the weight alone, and `blocks_of_a_span` assigns
-them to blocks.
-"""
+"""Products of 9 to 40 tokens with 4-bit integers in groups, in CUDA C++ (`ops/cuda/w4a16_wgmma.cu`): the bits of
+`quant`, faster. `choose_block` follows the number of tokens; spans are part of the order of sums and depend on the
+weight alone, and `blocks_of_a_span` assigns them to blocks."""
 
 from __future__ import annotations
 
@@ -15,21 +12,11 @@ from torch import Tensor
 
 from ..backend import Epilogue
 from ..cuda.runtime import FOLDER, Flags, struct
-from .lowrank import Shrunk
+from .lowrank import Lora, Shrunk
 from .nvrtc_kernels import NvrtcKernels
 from .quant import group_sums
 from .repack import Codes, QuantWeight
-from .wna16_gemv import (
-    MAX_GEMV_TOKENS,
-    WorkUnits,
-    aligned,
-    common_flags,
-    compared,
-    lora_of,
-    units_of,
-    weights_of,
-    whole_tiles,
-)
+from .wna16_gemv import MAX_GEMV_TOKENS, WorkUnits, aligned, common_flags, compared, units_of, weights_of, whole_tiles
 
 SOURCE = FOLDER / "w4a16_wgmma.cu"
 MAX_WGMMA_TOKENS = 40  # tokens; at 48 registers leave two groups of warps instead of three, and Triton is as fast
@@ -71,8 +58,6 @@ def blocks_of_a_span(units: WorkUnits, blocks: int) -> int:
 
 
 class W4A16Wgmma(NvrtcKernels):
-    """The kernels of one device."""
-
     source, what, own = SOURCE, "4-bit weights at 9 to 40 tokens go", True
 
     def product(
@@ -91,7 +76,7 @@ class W4A16Wgmma(NvrtcKernels):
         x = aligned(x, w)
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         partial_out = sums = out
-        changes = lora_of(lora, x)
+        changes = Lora() if lora is None else lora.pointers(x)
         if units.splits > 1:
             partial_out = x.new_empty(units.tiles * units.splits * block.eights * 128, dtype=torch.float32)
         if has_zero_point:
@@ -117,7 +102,6 @@ def four_bits_in_groups(w: QuantWeight) -> bool:
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, block: WgmmaBlock, lora: Shrunk | None = None) -> Flags:
-    """The compiler flags of the source."""
     return dict(
         NT=block.eights, WARPS=block.warps, TILES=block.tiles, STAGES=block.stages, RANK=lora.rank if lora else 0,
         OFFSET=8 if w.codes is Codes.INT4 else 0, **common_flags(w, extras),

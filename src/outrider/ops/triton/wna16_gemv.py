@@ -1,9 +1,5 @@
-"""Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/wna16_gemv.cu`): the bits of
-`quant`, faster.
-
-`supports` decides by weights: bfloat16, every code of `repack`, scales of groups, of rows or both, no epilogue except a
-gate.
-"""
+"""Products of up to 8 bfloat16 tokens with every code of `repack`, scales of groups, of rows or both, and no epilogue
+except a gate, in CUDA C++ (`ops/cuda/wna16_gemv.cu`): the bits of `quant`, faster."""
 
 from __future__ import annotations
 
@@ -110,8 +106,6 @@ def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, ro
 
 
 class WNA16Gemv(NvrtcKernels):
-    """The kernels of one device."""
-
     source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
 
     def product(
@@ -137,7 +131,8 @@ class WNA16Gemv(NvrtcKernels):
             units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
         )
         addresses = [x.data_ptr(), out.data_ptr(), partial_out.data_ptr(), self.semaphores.data_ptr()]
-        kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape, lora_of(lora, x)], pdl)
+        changes = Lora() if lora is None else lora.pointers(x)
+        kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape, changes], pdl)
         return out
 
 
@@ -162,10 +157,6 @@ def whole_tiles(lora: Shrunk | None) -> bool:
     return lora is None or (all(end % WARP_ROWS == 0 for end in lora.ends) and len(lora.ranges) <= len(lora.x))
 
 
-def lora_of(lora: Shrunk | None, x: Tensor) -> ctypes.Structure:
-    return Lora() if lora is None else lora.pointers(x)
-
-
 def aligned(x: Tensor, w: QuantWeight) -> Tensor:
     """In the order of the weight's columns, rows where 16 bytes begin."""
     if w.order is not None:
@@ -182,7 +173,7 @@ def tokens_of(rows: int) -> int:
 
 def units_of(w: QuantWeight) -> WorkUnits:
     """With the order of sums that the weight has in Triton."""
-    span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.bits).splits)
+    span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.codes.bits).splits)
     return WorkUnits(w.shape[0] // WARP_ROWS, w.chunks, span)
 
 
@@ -199,7 +190,6 @@ def weights_of(w: QuantWeight, gated: bool) -> ctypes.Structure:
 
 
 def flags_of(w: QuantWeight, extras: Epilogue, rows: int, warps: int, lora: Shrunk | None = None) -> Flags:
-    """The compiler flags of the source."""
     return dict(
         TOKENS=tokens_of(rows), VALUES=VALUES[w.codes][0], FACTOR=int(w.factor is not None), WARPS=warps,
         RANK=lora.rank if lora else 0, **common_flags(w, extras),
