@@ -81,9 +81,8 @@ def argmax(
     seed, position, sampled = noise or (z, z, z)
     z = z.contiguous()
     chunks = triton.cdiv(n, CHUNK)
-    best = torch.empty((rows, chunks), dtype=torch.float32, device=z.device)
-    where = torch.empty((rows, chunks), dtype=torch.int32, device=z.device)
-    out = torch.empty((rows,), dtype=torch.int64, device=z.device)
+    best, where = (z.new_empty((rows, chunks), dtype=kind) for kind in (torch.float32, torch.int32))
+    out = z.new_empty(rows, dtype=torch.int64)
     ids = seed if tokens is None else tokens.expand(rows, n).contiguous()
     argmax_kernel[(rows, chunks)](
         z, ids, seed, position, sampled, best, where, n, chunks,

@@ -140,10 +140,9 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl:
     x = x if x.stride(1) == 1 else x.contiguous()
     lines = triton.next_power_of_2(triton.cdiv(span, 64))
     shrink_kernel[(len(ranges), spans, parts * rank // RANK_STEP)](
-        x, change.a, change.scale, ranges, sums, u, counters, rows, k, x.stride(0), span,
-        PARTS=parts, RANK=rank, BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans,
-        PREFETCH=lines if x.element_size() == 2 else 0, PREC=precision(x), PDL=pdl,
-        num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,
+        x, change.a, change.scale, ranges, sums, u, counters, rows, k, x.stride(0), span, PARTS=parts, RANK=rank,
+        BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans, PREFETCH=lines if x.element_size() == 2 else 0,
+        PREC=precision(x), PDL=pdl, num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,
     )
     return Shrunk(u, change, ranges, x, sums, pdl)
 
@@ -243,10 +242,9 @@ def expand(y: Tensor, shrunk: Shrunk, act: str = "", mul: Tensor | None = None, 
     bn = 32 if gated else 64
     out = y.new_empty((rows, n)) if gated else y
     expand_kernel[(triton.cdiv(rows, bm) if whole else len(ranges), triton.cdiv(n, bn))](
-        y, shrunk.u, change.b, ranges, y if mul is None else mul, out, rows, n,
-        0 if mul is None else mul.stride(0), len(ranges), *shrunk.ends, BM=bm, BN=bn, GATED=gated, MUL=mul is not None,
-        ACT=act, PARTS=shrunk.parts, RANK=shrunk.rank, BR=min(shrunk.rank, FUSED_RANKS),
-        RANGES=triton.next_power_of_2(len(ranges)) if whole else 0, PREC=precision(y), PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        y, shrunk.u, change.b, ranges, y if mul is None else mul, out, rows, n, 0 if mul is None else mul.stride(0),
+        len(ranges), *shrunk.ends, BM=bm, BN=bn, GATED=gated, MUL=mul is not None, ACT=act, PARTS=shrunk.parts,
+        RANK=shrunk.rank, BR=min(shrunk.rank, FUSED_RANKS), RANGES=triton.next_power_of_2(len(ranges)) if whole else 0,
+        PREC=precision(y), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out

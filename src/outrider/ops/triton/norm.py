@@ -140,11 +140,9 @@ def residual_norm(
     second, third = (x_out, x_out) if more is None else (torch.empty_like(x), torch.empty_like(x))
     block, warps = width_warps(width)
     residual_norm_kernel[(rows,)](
-        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w,
-        *(more or (x, x)),
-        x_out, h_out, second, third, width, eps,
-        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block,
-        EARLY=early, PDL=pdl, num_warps=warps, launch_pdl=pdl, **({} if early else {"maxnreg": 64}),
+        x, y, *(x if w is None else w for w in (post_w, scale, next_w)), *(more or (x, x)), x_out, h_out, second, third,
+        width, eps, POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None,
+        BLOCK=block, EARLY=early, PDL=pdl, num_warps=warps, launch_pdl=pdl, **{} if early else {"maxnreg": 64},
     )
     return x_out, h_out, second, third
 

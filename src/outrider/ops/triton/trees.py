@@ -115,11 +115,10 @@ def branch(
     ops: Launcher, logits: Tensor, ids: Tensor | None, noise: DraftNoise | None, front: Frontier, nodes: Nodes,
     level: int,
 ) -> Frontier:
-    (rows, n), device = logits.shape, logits.device
+    rows, n = logits.shape
     chunks = triton.cdiv(n, CHUNK)
-    best = torch.empty((rows, chunks, BRANCH), dtype=torch.float32, device=device)
-    where = torch.empty((rows, chunks, BRANCH), dtype=torch.int32, device=device)
-    mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
+    best, where = (logits.new_empty((rows, chunks, BRANCH), dtype=kind) for kind in (torch.float32, torch.int32))
+    mass = logits.new_empty((rows, chunks), dtype=torch.float32)
     logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
     drawn = (mass,) * 4
     if noise is not None:
@@ -132,8 +131,7 @@ def branch(
     branch_kernel[(rows // WIDTH,)](
         named, best, where, mass, front.node, front.chance, front.chain, nodes.tokens, nodes.parents, nodes.chance,
         nodes.chain, nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1],
-        level * WIDTH * BRANCH,
-        SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
+        level * WIDTH * BRANCH, SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
     )
     return nxt
 
@@ -175,8 +173,7 @@ def chain_with_runner_ups(ops: Launcher, scores: Tensor, ids: Tensor) -> Nodes:
     nodes = Nodes.of(batch, depth, scores.device, 1)
     comb_kernel[(batch,)](
         scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.chain, parts, scores.stride(0), scores.stride(1),
-        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=ops.pdl, num_warps=4,
-        launch_pdl=ops.pdl,
+        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
     )
     return nodes
 
@@ -220,19 +217,13 @@ def plant_kernel(
 
 
 def build_fixed_tree(ops: Launcher, nodes: Nodes, count: int, depth: int) -> TreeRows:
-    (batch, found), device = nodes.tokens.shape, nodes.tokens.device
+    (batch, found), empty = nodes.tokens.shape, nodes.tokens.new_empty  # int64
     rows = batch * (count + 1)
-    made = TreeRows(
-        torch.empty((batch, count), dtype=torch.int64, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty((rows, depth + 1), dtype=torch.int32, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device),
-    )
+    made = TreeRows(empty((batch, count)), empty(rows), empty((rows, depth + 1), dtype=torch.int32), empty(rows))
     plant_kernel[(batch,)](
         nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors,
-        made.parent_rows,
-        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=ops.pdl,
-        num_warps=8, launch_pdl=ops.pdl,
+        made.parent_rows, FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth,
+        DEPTH=depth, PDL=ops.pdl, num_warps=8, launch_pdl=ops.pdl,
     )
     return made
 
@@ -271,8 +262,8 @@ def accept_path(
     ops: Launcher, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, deepest = start.shape[0] - 1, tree.deepest
-    accepted = torch.empty(batch, dtype=torch.int64, device=chosen.device)
-    tokens, path = (torch.empty((batch, deepest + 1), dtype=torch.int64, device=chosen.device) for _ in range(2))
+    accepted = chosen.new_empty(batch, dtype=torch.int64)
+    tokens, path = (chosen.new_empty((batch, deepest + 1), dtype=torch.int64) for _ in range(2))
     walk_kernel[(batch,)](
         chosen, ids, tree.parent_rows, start, start if limit is None else limit, accepted, tokens, path,
         SPACE=triton.next_power_of_2(MAX_DRAFT + 1), DEPTH=deepest, LIMIT=limit is not None, PDL=ops.pdl, num_warps=1,
