@@ -90,10 +90,7 @@ def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
 
 
 def bound_of(positions: int) -> int:
-    bound = CONTEXT
-    while bound < positions:
-        bound *= 2
-    return bound
+    return max(CONTEXT, 1 << (positions - 1).bit_length())
 
 
 class GraphExecutor(Executor):
@@ -198,11 +195,7 @@ class GraphExecutor(Executor):
             return None  # a graph runs one drafter
         choosing, asks = self._asked([item.seq for item in scheduled])
         k = next(w for w in self.widths if w >= max(item.plan.k for item in scheduled))
-        source: DraftSource | None = None
-        if k and asks.grammar:
-            source = "drafted"
-        elif k:
-            source = self._source(scheduled)
+        source = None if not k else "drafted" if asks.grammar else self._source(scheduled)
         furthest = max(item.start + 1 + item.seq.num_inflight_tokens for item in scheduled)
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
         # A server may run chains in a graph of more drafted tokens, which writes K/V of as many positions.
