@@ -25,12 +25,11 @@ from outrider.ops.backend import Epilogue, ExpertWeights, MoeLayer, MoeResidual 
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
-from outrider.ops.triton.gemm import dense_gemm  # noqa: E402
+from outrider.ops.triton.gemm import Precompiler, dense_gemm  # noqa: E402
 from outrider.ops.triton.gemm_config import GemmConfig as Rows  # noqa: E402
 from outrider.ops.triton.gemm_config import GemmReduction, choose_reduction, config_for_rows  # noqa: E402
 from outrider.ops.triton.gemm_wgmma import WgmmaTile  # noqa: E402
 from outrider.ops.triton.ops import SIDE_STREAM_ROWS  # noqa: E402
-from outrider.ops.triton.precompile import Precompiler  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"

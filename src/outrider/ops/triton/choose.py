@@ -74,7 +74,7 @@ def argmax_last_kernel(best, where, out, chunks, BLOCK: tl.constexpr, PDL: tl.co
 
 
 def argmax(
-    z: Tensor, pdl: bool, noise: tuple[Tensor, Tensor, Tensor] | None = None, tokens: Tensor | None = None
+    ops: Launcher, z: Tensor, noise: tuple[Tensor, Tensor, Tensor] | None = None, tokens: Tensor | None = None
 ) -> Tensor:
     """The lowest id on ties. noise: seed, position, and which rows have it; tokens: ids of the columns."""
     rows, n = z.shape
@@ -86,12 +86,18 @@ def argmax(
     ids = seed if tokens is None else tokens.expand(rows, n).contiguous()
     argmax_kernel[(rows, chunks)](
         z, ids, seed, position, sampled, best, where, n, chunks,
-        NOISE=noise is not None, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        NOISE=noise is not None, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,
     )
     argmax_last_kernel[(rows,)](
-        best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, launch_pdl=pdl
+        best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=ops.pdl, num_warps=1, launch_pdl=ops.pdl
     )
     return out
+
+
+def gumbel_argmax(
+    ops: Launcher, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
+) -> Tensor:
+    return argmax(ops, z, (seed, position, sampled.view(torch.uint8)), tokens)
 
 
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "temperature", "sampled"])

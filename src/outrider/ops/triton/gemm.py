@@ -11,6 +11,9 @@ estimate (`gemm_config`) may choose, on Hopper, `gemm_streamk` (rows that are a 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,9 +32,9 @@ from .gemm_config import MAX_SMEM, STREAMK_MAX_WHOLE_TILES, GemmConfig, GemmRedu
 from .gemm_streamk import matrix_descriptor, splitk_kernel, streamk_kernel, tma_aligned
 from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
 from .lowrank import Shrunk, lowrank_delta, slots_of
-from .precompile import Precompiler
 from .quant_config import sm_count
 
+log = logging.getLogger("outrider")
 LATE_TRIGGER_BYTES = 16 << 20  # weights from which the next kernel is let in only when the sums are done
 FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
@@ -294,6 +297,36 @@ def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
     semaphores = shell(gemm_config.NUM_SEMAPHORES, dtype=torch.int32)
     launch = launch_of(x, w, replace(device, semaphores=semaphores), end)
     launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+
+
+class Precompiler:
+    """Compiles in parallel the kernels that a pass of another size will need. A model has some ten kinds of products:
+    compiled one after the other at their first launch they would delay running requests by a quarter of a minute, once
+    per machine. So the products in use are recorded, and when the first of them comes with a new number of rows, all
+    are compiled for it at once. Nothing is launched; what was not compiled ahead is compiled when it is needed."""
+
+    def __init__(self, compile_one: Callable[[Any, int], None], variant: Callable[[Any, int], Hashable]):
+        """compile_one(kind, rows): compiles, launches nothing; may fail. variant(kind, rows): numbers of rows that
+        share it share the kernel."""
+        self._compile, self._variant = compile_one, variant
+        self._asked, self._rows = dict[Hashable, None](), set[int]()
+        self._made: set[tuple[Hashable, Hashable]] = set()
+
+    def before(self, kind: Hashable, rows: int) -> None:
+        """To be called before a launch."""
+        if kind not in self._asked:
+            self._asked[kind] = None
+            self._made.add((kind, self._variant(kind, rows)))  # its own launch compiles it
+        elif rows not in self._rows:
+            self._rows.add(rows)
+            missing = [one for one in self._asked if (one, self._variant(one, rows)) not in self._made]
+            self._made.update((one, self._variant(one, rows)) for one in missing)
+            if len(missing) > 1:
+                with ThreadPoolExecutor(8) as pool:
+                    for future in [pool.submit(self._compile, one, rows) for one in missing]:
+                        error = future.exception()
+                        if error is not None:
+                            log.debug("not compiled ahead for %d rows: %s", rows, error)
 
 
 def dense_gemm(

@@ -21,11 +21,10 @@ from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
 from . import attention, block_attention, choose, draft_steps, lowrank, moe, norm, prefill_attention, rope, trees
 from .attention_wgmma import AttentionWgmma
-from .gemm import FUSED_ROWS, GemmDevice, compile_for, dense_gemm, variant
+from .gemm import FUSED_ROWS, GemmDevice, Precompiler, compile_for, dense_gemm, variant
 from .gemm_config import NUM_SEMAPHORES, choose_reduction
 from .gemm_wgmma import GemmWgmma
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
-from .precompile import Precompiler
 from .quant import quant_linear
 from .quant_config import max_smem
 from .quant_moe import QuantExperts, hold_experts, round_experts
@@ -272,26 +271,18 @@ class TritonOps(ReferenceOps):
         return type(self)(self.semaphores.device, pdl=False), torch.cuda.Stream(self.semaphores.device)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
+    argmax, gumbel_argmax, cluster_bonus = choose.argmax, choose.gumbel_argmax, choose.cluster_bonus
+
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return choose.cluster_scores(self.logits(g, centroids, None), cluster_bonus, g, as_tensor(rows), top, self.pdl)
-
-    cluster_bonus = choose.cluster_bonus
 
     def compile_drafter(self, drafter: M) -> M:
         """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""
         if self.pdl and draft_steps.unsupported(drafter) is None:
             return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
         return drafter
-
-    def argmax(self, z: Tensor) -> Tensor:
-        return choose.argmax(z, self.pdl)
-
-    def gumbel_argmax(
-        self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
-    ) -> Tensor:
-        return choose.argmax(z, self.pdl, (seed, position, sampled.view(torch.uint8)), tokens)
 
 
 class DenseTritonOps(TritonOps):
