@@ -141,8 +141,8 @@ class DecodeStep:
         b, device = self.key.batch, self.out.tokens.device
         self.rows = Rows.of((self.key.drafted,) * b, device)
         self.slots, self.limit, self.cap = self.inputs.slots[:b], self.inputs.limit[:b], self.inputs.cap[:b]
-        self.each, self.each_start = (torch.arange(n, device=device) for n in (b, b + 1))
-        self.each_start = self.each_start.to(torch.int32)
+        self.each = torch.arange(b, device=device)
+        self.each_start = torch.arange(b + 1, dtype=torch.int32, device=device)
 
     def _guess(self, last: Tensor, length: Tensor, pages: KVPages, sampling: SamplingBatch) -> Draft | TreeRows:
         key, b, k, inputs = self.key, self.key.batch, self.key.k, self.inputs

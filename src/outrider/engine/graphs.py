@@ -123,6 +123,8 @@ class GraphExecutor(Executor):
         self._uploaded: dict[str, tuple[object, ...]] = {}
         self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
+        most = min(capabilities.bucket(self.idle), capabilities.graph_batches[-1])
+        self._bounds = (most, bound_of(self._furthest), capabilities.graph_rows)  # as `graph_dispatch` takes them
         members = drafter.members if drafter is not None else ()
         longest = [member.max_tokens for member in members] or [0]  # a block of 8 drafts 7
         self.widths = tuple(sorted({*capabilities.graph_widths, *longest}))  # K of the graphs
@@ -167,7 +169,7 @@ class GraphExecutor(Executor):
     def _stand_in(self, wanted: Key) -> Key:
         found, count = self._instead.get(wanted, (None, 0))
         if found is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(found, wanted)):
-            padded = graph_dispatch.padded(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
+            padded = graph_dispatch.padded(wanted, *self._bounds)
             if found is None:
                 found = graph_dispatch.cheapest_covering(self.cache.graphs, wanted) or self._spare(padded) or wanted
             else:
@@ -182,10 +184,6 @@ class GraphExecutor(Executor):
             return key if self.capture(key) is not None else None
         finally:
             self._preparing = False
-
-    @property
-    def _most(self) -> int:
-        return min(self.can.bucket(self.idle), self.can.graph_batches[-1])
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> Key | None:
         """The key of the graph for these sequences; None: they need the eager executor."""
@@ -273,12 +271,11 @@ class GraphExecutor(Executor):
         return captured
 
     def _failed(self, key: Key, why: str) -> None:
-        if self._preparing or key.asks != NO_FEATURES:
-            if not self._preparing or self.cache.refused == {key}:
-                log.warning("steps like %s are not captured: it failed (%s)", key, why)
-        else:
+        if not self._preparing and key.asks == NO_FEATURES:
             self.broken = why
             log.warning("CUDA graphs are off: capturing %s failed (%s)", key, why)
+        elif not self._preparing or self.cache.refused == {key}:
+            log.warning("steps like %s are not captured: it failed (%s)", key, why)
 
     def drop(self) -> None:
         """Drop all graphs at shutdown: a graph keeps the libraries of its kernels loaded."""
@@ -401,8 +398,7 @@ class GraphExecutor(Executor):
 
     def prepare(self) -> str:
         began, self._preparing = self.runner.clock(), True
-        bounds = self._most, bound_of(self._furthest), self.can.graph_rows
-        for key in graph_dispatch.warmup_keys(*bounds, self._widths, self.names):
+        for key in graph_dispatch.warmup_keys(*self._bounds, self._widths, self.names):
             self.capture(key)
             if self.runner.adapters is not None and self.runner.adapters.slots and self.runner.adapters.slots.weights:
                 self.capture(replace(key, adapted=True))
