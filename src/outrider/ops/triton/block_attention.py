@@ -111,9 +111,7 @@ def block_attend_kernel(
     low = tl.maximum(n - back + 1, 0)
     begin = low // BN * BN + split * chunk
     stop = tl.minimum(begin + chunk, n)
-    query = tl.load(
-        q + (row * HEADS + head)[:, None] * D + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0
-    )
+    query = tl.load(q + (row * HEADS + head)[:, None] * D + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
     acc = tl.zeros((BQ, DP), dtype=tl.float32)
     total = tl.zeros((BQ,), dtype=tl.float32)
     top = tl.full((BQ,), float("-inf"), dtype=tl.float32)

@@ -10,6 +10,7 @@ scale per row: a draft need not be exact, and half the bytes take half the time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,10 +116,7 @@ class SteppedDrafter:
         wide, inter = max(s.heads * s.head_dim for s in specs), max(b.down.shape[1] for b in drafter.blocks)
         self.down_parts = tile_for(inter, h, self.cuts.down)[1]
         parts = max(self.down_parts, tile_for(wide, h, self.cuts.out)[1])
-
-        def floats(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=drafter.device)
-
+        floats = partial(torch.zeros, dtype=torch.float32, device=drafter.device)
         # the stream before attention, before the MLP
         self.before, self.between, self.y = floats(h), floats(h), floats(parts, h)
         self.inputs, self.q, self.g = floats(2 * self.chunks, h), floats(wide), floats(h)

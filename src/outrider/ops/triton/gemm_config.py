@@ -236,10 +236,8 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
         for (bm, more, wide), (rate, stages, warps, most) in STREAMK_RATES.items():
             if triton.cdiv(rows, bm + more) * triton.cdiv(n, wide) * spans <= most:
                 each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
-                yield (
-                    each + (5 + spans * rows * n * 8 / 3e6 if spans > 1 else 0),
-                    GemmConfig(bm, wide, 64, stages, warps, True, more, tma=True),
-                )
+                each += 5 + spans * rows * n * 8 / 3e6 if spans > 1 else 0
+                yield each, GemmConfig(bm, wide, 64, stages, warps, True, more, tma=True)
     for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
         tiles = triton.cdiv(n * sides, wide)
         if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:

@@ -36,8 +36,7 @@ FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds
 
 def span_of(k: int) -> int:
     """Columns of a span: a function of the width of x."""
-    steps = triton.cdiv(k, BK)
-    return BK * max(SPAN_STEPS, triton.cdiv(steps, MAX_SPANS))
+    return BK * max(SPAN_STEPS, triton.cdiv(triton.cdiv(k, BK), MAX_SPANS))
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,8 @@ def hold_experts(weight: Weight) -> QuantExperts | None:
     count, n, k = weight.shape
     if any(unit.shared for unit in weight.format.units.values()):
         return None
-    made = repack(
-        Weight(weight.format, (count * n, k), {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()})
-    )
+    rows = {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()}
+    made = repack(Weight(weight.format, (count * n, k), rows))
     return None if made is None else QuantExperts((count, n, k), made)
 
 

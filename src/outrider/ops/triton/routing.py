@@ -125,7 +125,5 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
         return Pairs(count, top_k, True, weight, chosen, counts)
     members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
     block, warps = (256, 1) if pairs <= 1024 else (2048, 8) if pairs <= 8192 else (8192, 8)
-    group_kernel[(count,)](
-        chosen, members, counts, pairs, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
-    )
+    group_kernel[(count,)](chosen, members, counts, pairs, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl)
     return Pairs(count, top_k, False, weight, members, counts)

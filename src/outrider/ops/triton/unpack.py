@@ -15,30 +15,21 @@ import triton.language as tl
 def _int4(offset: int) -> str:
     """Nibble q under the exponent of 128 is 128 + q: exact. offset is taken away with it."""
     take = {8: "0xC308C308", 0: "0xC300C300"}[offset]  # -136, -128
-    text = (
-        f"{{.reg .b32 t, m, g, o, u; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 "
-        f"u, {take};\n"
-    )
+    text = "{.reg .b32 t, m, g, o, u; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; "
+    text += f"mov.b32 u, {take};\n"
     for half in range(2):
         for p in range(4):
-            text += (
-                f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA; fma.rn.bf16x2 ${4 * half + p}, t, o, u;\n"
-            )
+            text += f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA; "
+            text += f"fma.rn.bf16x2 ${4 * half + p}, t, o, u;\n"
     return text + "}"
 
 
 def _above(width: int, offset: int) -> str:
     """A nibble and one or two bits above it, which `high` holds for the four planes of both columns: under the exponent
     of 128 as well."""
-    take, mask = (
-        {0: "0xC300C300", 16: "0xC310C310", 32: "0xC320C320"}[offset],
-        {1: "0x00100010", 2: "0x00300030"}[width],
-    )
-    text = (
-        f"{{.reg .b32 t, u, v, m, g, o, z, c; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; "
-        f"mov.b32 z, {take};\n"
-    )
-    text += f"mov.b32 c, {mask};\n"
+    take = {0: "0xC300C300", 16: "0xC310C310", 32: "0xC320C320"}[offset]
+    text = "{.reg .b32 t, u, v, m, g, o, z, c; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; "
+    text += f"mov.b32 z, {take};\nmov.b32 c, {'0x00100010' if width == 1 else '0x00300030'};\n"
     for half in range(2):  # each column's bits into the half of the register that its nibbles are in
         text += f"mul.lo.u32 v, ${10 + half}, 0x1001;\n" if width == 1 else f"prmt.b32 v, ${10 + half}, 0, 0x4140;\n"
         for p in range(4):
@@ -51,10 +42,8 @@ def _above(width: int, offset: int) -> str:
 
 def _int8() -> str:
     """A byte less 128: its low seven bits under the exponent of 128, less 128 or 256 by its top bit (stored turned)."""
-    text = (
-        "{.reg .b32 s, t, v, m, h, g, n; mov.b32 m, 0x007F007F; mov.b32 h, 0x00800080; mov.b32 g, 0x43004300; "
-        "mov.b32 n, 0xBF80BF80;\n"
-    )
+    text = "{.reg .b32 s, t, v, m, h, g, n; mov.b32 m, 0x007F007F; mov.b32 h, 0x00800080; mov.b32 g, 0x43004300; "
+    text += "mov.b32 n, 0xBF80BF80;\n"
     for half in range(2):
         for p in range(2):
             text += f"shr.u32 s, ${4 + half}, {8 * p}; lop3.b32 t, s, m, g, 0xEA; lop3.b32 v, s, h, g, 0xEA;\n"
@@ -66,10 +55,8 @@ def _float(bits: int, mask: str, factor: str, shift: int) -> str:
     """e4m3 and e2m1 moved into bfloat16's fields have an exponent that is 120 or 126 too low: multiplied by 2^120 or
     2^126 they are exact, subnormals included."""
     planes = 16 // bits
-    text = (
-        f"{{.reg .b32 s, t, m, h, f, z; mov.b32 m, {mask}; mov.b32 h, 0x80008000; mov.b32 f, {factor}; mov.b32 "
-        "z, 0x80008000;\n"
-    )
+    text = f"{{.reg .b32 s, t, m, h, f, z; mov.b32 m, {mask}; mov.b32 h, 0x80008000; mov.b32 f, {factor}; "
+    text += "mov.b32 z, 0x80008000;\n"
     for half in range(2):
         for p in range(planes):
             move = f"shl.b32 s, ${2 * planes + half}, {16 - bits - bits * p}; shr.u32 t, s, {shift}"

@@ -35,10 +35,8 @@ class WgmmaBlock:
 
     def shared(self, groups: int, has_zero_point: bool) -> int:
         """Bytes. groups: of a chunk."""
-        unit = 2048 + 64 * -(-groups // 2) * (1 + has_zero_point)
-        return self.stages * (
-            self.warps * self.tiles * unit + self.eights * (4096 + (groups * 32 if has_zero_point else 0))
-        )
+        unit, sums = 2048 + 64 * -(-groups // 2) * (1 + has_zero_point), groups * 32 if has_zero_point else 0
+        return self.stages * (self.warps * self.tiles * unit + self.eights * (4096 + sums))
 
 
 @lru_cache(maxsize=1024)

@@ -43,15 +43,13 @@ class WeightChunk:
     def of(w: QuantWeight) -> WeightChunk:
         groups, has_zero_point = w.planes // w.per if w.per else 0, w.zero_point is not None
         words = WARP_ROWS * (4 * w.plane + (32 if w.high is not None else 0))
-        return WeightChunk(
-            w.columns_of_chunk, groups, words + 64 * -(-groups // 2) * (1 + has_zero_point), has_zero_point
-        )
+        stage = words + 64 * -(-groups // 2) * (1 + has_zero_point)
+        return WeightChunk(w.columns_of_chunk, groups, stage, has_zero_point)
 
     def room_of_x(self, chunks: int, tokens: int) -> int:
         """Bytes of the columns of this many chunks, and of their sums by group if these are needed."""
-        return tokens * (chunks * self.columns * 2 + 64) + (
-            chunks * self.groups * 4 * tokens_of(tokens) if self.has_zero_point else 0
-        )
+        sums = chunks * self.groups * 4 * tokens_of(tokens) if self.has_zero_point else 0
+        return tokens * (chunks * self.columns * 2 + 64) + sums
 
 
 @dataclass(frozen=True)
