@@ -1,5 +1,4 @@
-"""The types that the packages exchange. Torch-free at run time, so that scheduler, page allocator and controller can
-be simulated.
+"""The types that the packages exchange. Torch-free at run time.
 
 Shapes: B sequences, R rows (a row is one token of one sequence in one forward pass), K drafted tokens, V vocabulary
 entries, H hidden size, D head size.
@@ -136,8 +135,7 @@ class KVPages:
 @dataclass
 class KVView(KVPages):
     """The cache as one forward pass may access it. Row r of sequence `row_seq[r]` sits at `positions[r]` and sees the
-    sequence's keys up to there, within the window. Rows of a sequence are contiguous: `row_start[b] ..
-    row_start[b+1]`."""
+    sequence's keys up to there, within the window. Sequence b has the rows `row_start[b] .. row_start[b+1]`."""
 
     positions: Tensor  # int64 [R]
     row_seq: Tensor  # int64 [R]
@@ -277,8 +275,8 @@ class Verdict:
 class Matcher(Protocol):
     """One request's state in its grammar (engine.grammar)."""
 
-    failed: str | None
-
+    @property
+    def failed(self) -> str | None: ...
     def bits(self, drafts: Sequence[int]) -> ndarray: ...
     def advance(self, tokens: Sequence[int]) -> None: ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from ..cache.store import SeqCache
 from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, ScheduledSeq, Seq, StepBatch
+from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, Seq, StepBatch
 from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError
 from .process_group import ProcessGroup
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 Pages = dict[GroupName, tuple[int, list[int]]]
 
 
-class SeqMessage(NamedTuple):
-    """A `ScheduledSeq` without its sequence, which every process has, and the sequence's new data."""
+class SeqUpdate(NamedTuple):
+    """New data of a sequence, in place of the `Seq` of a `ScheduledSeq`, which every process has."""
 
-    item: ScheduledSeq
     id: str
     fresh: bool  # its cache slot has changed since the last message
     pages: Pages
@@ -47,12 +46,8 @@ class SeqMessage(NamedTuple):
     num_inflight_tokens: int
 
 
-@dataclass(frozen=True)
-class StepMessage:
-    serial: int
-    prompts: list[SeqMessage]
-    decode: list[SeqMessage]
-    trust: Mapping[str, Sequence[float]]
+class StepMessage(NamedTuple):
+    batch: StepBatch  # of `SeqUpdate`s
     # sequences that are new to the other ranks, with their images' soft tokens and a `RemoteMatcher` for a grammar
     joined: list[Request]
     left: list[str]
@@ -75,7 +70,6 @@ class Leader:
     def __init__(self, engine: Engine, team: ProcessGroup):
         self.engine, self.team = engine, team
         self._known: dict[str, Known] = {}
-        self._serial = 0
         self._last: StepBatch | None = None
         team.captured += captured(engine)
         engine.runner.divided = True
@@ -86,23 +80,22 @@ class Leader:
         """command: a method of `Follower`."""
         self.team.send((command, arguments))
 
-    def tell(self, command: str, executor: int, batch: StepBatch) -> None:
-        if batch is not self._last:
-            self._serial, self._last = self._serial + 1, batch
-        self.send(command, executor, self.describe(batch))
-
-    def describe(self, batch: StepBatch) -> StepMessage:
+    def message(self, batch: StepBatch) -> StepMessage | None:
+        """None: the same batch as in the last message."""
+        if batch is self._last:
+            return None
+        self._last = batch
         left = [name for name, known in self._known.items() if self.engine.running(name) is not known.seq]
         for name in left:
             del self._known[name]
         joined: list[Request] = []
         prompts, decode = (
-            [self._lane(item, joined) for item in scheduled] for scheduled in (batch.prompts, batch.decode)
+            [item._replace(seq=self._update(item.seq, joined)) for item in scheduled]  # type: ignore[arg-type]
+            for scheduled in (batch.prompts, batch.decode)
         )
-        return StepMessage(self._serial, prompts, decode, batch.trust, joined, left)
+        return StepMessage(StepBatch(prompts, decode, batch.trust), joined, left)
 
-    def _lane(self, item: ScheduledSeq, joined: list[Request]) -> SeqMessage:
-        seq = item.seq
+    def _update(self, seq: Seq, joined: list[Request]) -> SeqUpdate:
         known = self._known.get(seq.id)
         if known is None:
             known = self._known[seq.id] = Known(seq)
@@ -117,8 +110,7 @@ class Leader:
             known.cache, known.pages = seq.held, {}
         pages = new_pages(seq.held, known.pages)
         tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
-        bare = item._replace(seq=None)  # type: ignore[arg-type]
-        return SeqMessage(bare, seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
+        return SeqUpdate(seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
 
     def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
         self.send("score", cache.slot, new_pages(cache, {}), tokens, begin, logits)
@@ -133,9 +125,8 @@ class Leader:
             yield
         except Exception as error:
             self.team.watch.lost(f"{type(error).__name__}: {error}")
-            raise OutriderError(
-                self.team.watch.gone or "the processes of --tensor-parallel lost one another"
-            ) from error
+            lost = self.team.watch.gone or "the processes of --tensor-parallel lost one another"
+            raise OutriderError(lost) from error
         finally:
             if main:
                 signal.signal(signal.SIGINT, before)
@@ -169,12 +160,12 @@ class BroadcastExecutor:
         if not self.async_results or not batch.decode:
             return self.inner.plan(batch)
         with self.leader.together():  # capturing runs the step
-            self.leader.tell("plan", self.index, batch)
+            self.leader.send("plan", self.index, self.leader.message(batch))
             return self.inner.plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
         with self.leader.together():
-            self.leader.tell("launch", self.index, plan.batch)
+            self.leader.send("launch", self.index, self.leader.message(plan.batch))
             return self.inner.launch(plan)
 
     def read(self, pending: PendingStep) -> list[Emitted]:
@@ -198,23 +189,16 @@ class BroadcastMatcher:
     """A grammar's matcher at rank 0: broadcasts its masks to the other ranks, which ask at the same point of a step."""
 
     def __init__(self, matcher: Matcher, team: ProcessGroup):
-        self.matcher, self.team = matcher, team
+        self.matcher, self.team, self.advance = matcher, team, matcher.advance
 
     @property
     def failed(self) -> str | None:
         return self.matcher.failed
 
-    @failed.setter
-    def failed(self, why: str | None) -> None:
-        self.matcher.failed = why
-
     def bits(self, drafts: Sequence[int]) -> ndarray:
         found = self.matcher.bits(drafts)
         self.team.send(found)
         return found
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        self.matcher.advance(tokens)
 
 
 # ---- the other ranks
@@ -240,7 +224,7 @@ class Follower:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._seqs: dict[str, Seq] = {}
-        self._last: tuple[int, StepBatch] = (0, StepBatch())
+        self._batch = StepBatch()  # the last one that rank 0 has sent
         self._plan: Plan | None = None  # the last one that rank 0 asked for with "plan"
 
     def prepare(self, executor: int) -> None:
@@ -254,38 +238,42 @@ class Follower:
         self.engine.store.place(slot, True, pages)
         self.engine.runner.score(SeqCache(slot), tokens, begin, logits)
 
-    def plan(self, executor: int, step: StepMessage) -> None:
-        self._plan = self.engine.executors[executor].plan(self._batch(step))
+    def plan(self, executor: int, step: StepMessage | None) -> None:
+        self._receive(step)
+        self._plan = self.engine.executors[executor].plan(self._batch)
 
-    def launch(self, executor: int, step: StepMessage) -> None:
-        batch, chosen = self._batch(step), self.engine.executors[executor]
-        plan = self._plan if self._plan is not None and self._plan.batch is batch else chosen.plan(batch)
+    def launch(self, executor: int, step: StepMessage | None) -> None:
+        self._receive(step)
+        plan, chosen = self._plan, self.engine.executors[executor]
+        if plan is None or plan.batch is not self._batch:
+            plan = chosen.plan(self._batch)
         assert plan is not None, "rank 0 could plan this step"
         chosen.launch(plan)
 
-    def _batch(self, told: StepMessage) -> StepBatch:
+    def _receive(self, step: StepMessage | None) -> None:
         self.engine.runner.close_scratch()  # a probe has ended
-        for name in told.left:
+        if step is None:
+            return
+        for name in step.left:
             self._seqs.pop(name, None)
             if self.engine.drafter is not None:
                 self.engine.drafter.forget(name)
-        for request in told.joined:
+        for request in step.joined:
             seq, grammar = Seq(request, 0.0, []), request.params.grammar
             seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
             self._seqs[request.id] = seq
-        scheduled = [[self._lane(item) for item in scheduled] for scheduled in (told.prompts, told.decode)]
-        if told.serial != self._last[0]:
-            self._last = (told.serial, StepBatch(scheduled[0], scheduled[1], told.trust))
-        return self._last[1]
+        for scheduled in (step.batch.prompts, step.batch.decode):
+            scheduled[:] = [item._replace(seq=self._seq(item.slot, item.seq)) for item in scheduled]  # type: ignore[arg-type]
+        self._batch = step.batch
 
-    def _lane(self, told: SeqMessage) -> ScheduledSeq:
-        seq = self._seqs[told.id]
-        seq.tokens += told.tokens
-        seq.num_inflight_tokens = told.num_inflight_tokens
-        if told.fresh:
-            seq.cache = SeqCache(told.item.slot)
-        self.engine.store.place(told.item.slot, told.fresh, told.pages)
-        return told.item._replace(seq=seq)
+    def _seq(self, slot: int, update: SeqUpdate) -> Seq:
+        seq = self._seqs[update.id]
+        seq.tokens += update.tokens
+        seq.num_inflight_tokens = update.num_inflight_tokens
+        if update.fresh:
+            seq.cache = SeqCache(slot)
+        self.engine.store.place(slot, update.fresh, update.pages)
+        return seq
 
 
 def follow(engine: Engine, team: ProcessGroup) -> None:
