@@ -60,7 +60,7 @@ TORCH_FREE = [
     "models/config", "models/names", "models/vision_config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/timing", "spec/tuning", "spec/ngram",
-    "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget", "engine/step_timer",
+    "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget",
     "bench/predict",
 ]  # fmt: skip
 

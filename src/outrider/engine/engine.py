@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.store import KVStore
+from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
 from ..models.decoder import TextModel
 from ..ops.lowrank import Adapter
@@ -30,10 +30,9 @@ from .memory import KVBudget, KVOptions, spare_bytes
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
-from .prefill_budget import PrefillBudget
+from .prefill_budget import ROWS, PrefillBudget
 from .scheduler import Scheduler
 from .step import Emitted, Executor, PendingStep, Progress, Request, ScheduledSeq, Seq, pick
-from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
@@ -78,15 +77,14 @@ class Engine:
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype, own = kv.dtype or model.dtype, drafter.kv_specs if drafter is not None else ()
-        budget = self.kv_budget = kv.agree(KVBudget.of(config, model.config, self.can, dtype, self.device, own))
+        budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, own))
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
         members = drafter.members if drafter is not None else ()
         block_rows: dict[str | None, int] = {one.name: one.block_rows for one in members if one.block_rows}
         written = max(self.chunk, MAX_DRAFT + 1, kv.image_rows, *block_rows.values())
-        layout = budget.layout(config, self.max_batch, written)
-        self.store = KVStore(model.config, layout, dtype, self.device, own)
-        self.share_answers = self.can.prompts_independent
+        sizes = (budget.max_context, config.page_size, written, budget.tokens, budget.window_tokens)
+        self.store = KVStore(model.config, CacheSpec(self.max_batch, *sizes), dtype, self.device, own)
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
@@ -102,8 +100,10 @@ class Engine:
         self.executors = self._executors()
         trees = self.executors[0].trees
         self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)
-        self.timer = StepTimer(self.runner, self.prefill, self.policy)
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
+        self._last_read_at = 0.0
+        self._prompted = 0.0  # seconds spent on prompts before the present step
+        self._timed: list[Seq] = []  # the batch whose last step was timed
         # called when the host has nothing to do until the device is done with a step
         self.meanwhile: Callable[[], None] = lambda: None
         self._seqs: dict[str, Seq] = {}
@@ -237,7 +237,7 @@ class Engine:
             if item.plan.stop or item.plan.drop:
                 batch.trust = self.policy.trust(batch.decode)
                 break
-        self.timer.begin()
+        self._prompted = self.runner.prompt_seconds
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
             pending = executor.launch(plan) if batch.decode or batch.prompts else None
@@ -265,7 +265,7 @@ class Engine:
             seq.computed = end
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
-            if self.config.prefix_cache and (self.share_answers or end <= seq.prompt_len - 1):
+            if self.config.prefix_cache and (self.can.prompts_independent or end <= seq.prompt_len - 1):
                 self.store.share(seq.held, seq.cache_keys, end - end % self.granularity, seq.prefix_root)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
@@ -282,7 +282,35 @@ class Engine:
                     continue
                 item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
             self._commit(item, brought, now)
-        self.timer.observe(pending, now)
+        if pending.batch.decode:
+            self._observe_time(pending, now)
+
+    def _observe_time(self, pending: PendingStep, now: float) -> None:
+        """Report a step's time to prefill budget and controller. Where steps overlap (`async_results`) it is that
+        between two results; elsewhere, from its start to its commit. The controller learns nothing of overlapping steps
+        with prompt rows, and elsewhere nothing of the first step of a batch, which has cold caches."""
+        scheduled, prompts = pending.batch.decode, pending.batch.prompts
+        if pending.executor.async_results:
+            seconds, known = now - max(pending.began, self._last_read_at), not prompts
+            self._last_read_at = now
+            if pending.rows <= ROWS[-1]:
+                self.prefill.observe(pending.rows, seconds)
+        else:
+            seconds, known = self.clock() - pending.began, True  # with reading and committing
+            self.prefill.observe(0, seconds)
+            if prompts:
+                rows = sum(item.count for item in prompts)
+                self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
+        if not self.policy.controller.planned:
+            return
+        if not pending.executor.async_results:
+            before, self._timed = self._timed, [item.seq for item in scheduled]
+            known = before == self._timed
+        # The cost table holds the base model's steps, and trees of one sequence.
+        if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
+            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
+            observe = self.policy.controller.observe_step
+            observe(len(scheduled), pending.width, pending.context, seconds, drafter, pending.tree)
 
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
         """Append the accepted tokens to the sequence, cut at the end of the output, and return the event."""
@@ -318,7 +346,7 @@ class Engine:
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> None:
         event.finish_reason, event.stats = reason, seq.stats
-        if seq.cache is not None and self.config.prefix_cache and self.share_answers:
+        if seq.cache is not None and self.config.prefix_cache and self.can.prompts_independent:
             end = seq.computed - seq.computed % self.config.page_size
             try:
                 self.runner.catch_up([seq])

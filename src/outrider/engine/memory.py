@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from ..cache.store import CacheSpec, row_width
+from ..cache.store import row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
+from ..models.decoder import TextModel
 from ..models.inspect import row_numbers, work_bytes
-from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .prefill_budget import max_packed_rows, max_prefill_rows
 
@@ -38,16 +38,9 @@ class KVBudget:
     packed_rows: int = 0  # of several prompt chunks in one pass; 0: as many as are independent
 
     @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        model: ModelConfig,
-        can: Capabilities,
-        dtype: torch.dtype,
-        device: torch.device,
-        extra: Sequence[AttnSpec],
-    ) -> KVBudget:
-        """For an engine on this device with K/V of this type. extra: a drafter's own K/V layers."""
+    def of(cls, config: EngineConfig, target: TextModel, dtype: torch.dtype, extra: Sequence[AttnSpec]) -> KVBudget:
+        """For an engine with K/V of this type. extra: a drafter's own K/V layers."""
+        model, can, device = target.config, target.ops.capabilities, target.device
         batch, passes, budget = config.max_batch or can.sequences, max_prefill_rows(model, can), None
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
@@ -56,10 +49,6 @@ class KVBudget:
         found = plan_kv_memory(config, model, dtype, free_bytes(device), batch, budget, extra)
         packed = max_packed_rows(model, can, passes, spare_bytes(config, device))
         return replace(found, pass_rows=passes, packed_rows=packed)
-
-    def layout(self, config: EngineConfig, slots: int, chunk: int) -> CacheSpec:
-        """The cache layout for this budget. chunk: maximum positions of one sequence in a pass."""
-        return CacheSpec(slots, self.max_context, config.page_size, chunk, self.tokens, self.window_tokens)
 
 
 @dataclass(frozen=True)
@@ -164,7 +153,5 @@ def _divided(
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:
-    return OutriderError(
-        f"{context} tokens of context need {need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory "
-        "are free: lower --max-context"
-    )
+    held = f"{need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory are free"
+    return OutriderError(f"{context} tokens of context need {held}: lower --max-context")

@@ -38,21 +38,24 @@ class Metrics(Counts):
 
     def count(self, seq: Seq, emitted: int, brought: Emitted, drafter: str | None) -> None:
         drafted, accepted, tree = brought.drafted, len(brought.tokens) - 1, brought.branches
+        depth = drafted if tree is None else tree.deepest
         for counts in (seq.stats, self):
             counts.new_tokens += emitted
             counts.cycles += 1
             if drafted:
                 counts.drafted += drafted
                 counts.accepted += accepted
-                counts.cycles_by_drafted[drafted if tree is None else tree.deepest] += 1
+                counts.cycles_by_drafted[depth] += 1
                 counts.cycles_by_accepted[accepted] += 1
                 if tree is not None:
                     counts.trees += 1
                     counts.branched += accepted - tree.chain_accepted
-        if drafted and drafter is not None:
+        if not drafted:
+            return
+        if drafter is not None:
             self.drafted_by_drafter[drafter] += drafted
             self.accepted_by_drafter[drafter] += accepted
-        if seq.adapter is not None and drafted:
+        if seq.adapter is not None:
             self.drafted_by_adapter[seq.adapter.name] += drafted
             self.accepted_by_adapter[seq.adapter.name] += accepted
 
