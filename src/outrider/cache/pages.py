@@ -1,15 +1,13 @@
 """Page allocation and reference counts of one cache group. Torch-free.
 
 A sequence's K/V of a group lives in pages of `page_size` positions, indexed by absolute page number (`position //
-page_size`). Full layers keep every page. Sliding layers release pages that lie wholly before the window of the
-*committed* length, so their memory does not grow with the context. A rejected draft needs no cleanup: its positions are
-overwritten.
-
-Page 0 is the scratch page; it is never allocated.
+page_size`). Full layers keep every page; sliding layers release those wholly before the window of the *committed*
+length. A rejected draft needs no cleanup: its positions are overwritten. Page 0, the scratch page, is never allocated.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -49,15 +47,10 @@ class PagePool:
 
     def check(self, holders: list[list[int]]) -> None:
         """Audit: `holders` lists every reference that exists; counts must agree and nothing may leak."""
-        seen = [0] * self.count
-        for pages in holders:
-            for page in pages:
-                seen[page] += 1
-        if seen != self.refs:
-            wrong = [p for p in range(self.count) if seen[p] != self.refs[p]][:5]
-            raise AssertionError(
-                f"pages {wrong}: held {[seen[p] for p in wrong]} times, counted {[self.refs[p] for p in wrong]}"
-            )
+        seen = Counter(page for pages in holders for page in pages)
+        wrong = {page: (seen[page], counted) for page, counted in enumerate(self.refs) if seen[page] != counted}
+        if wrong:
+            raise AssertionError(f"pages (held, counted): {wrong}")
         if sorted(self._free) != [p for p in range(1, self.count) if self.refs[p] == 0]:
             raise AssertionError("the free list does not match the reference counts")
 
@@ -79,12 +72,9 @@ class PageGroup:
     def __init__(self, count: int, page_size: int, window: int | None):
         self.pool, self.page_size, self.window = PagePool(count), page_size, window
 
-    def pages_for(self, positions: int) -> int:
-        return -(-positions // self.page_size)
-
     def need(self, seq: SeqPages, positions: int) -> int:
         """Number of new pages needed to hold positions 0..positions-1."""
-        return max(0, self.pages_for(positions) - len(seq.pages))
+        return max(0, -(-positions // self.page_size) - len(seq.pages))
 
     def reserve(self, seq: SeqPages, positions: int) -> list[int]:
         """Grow to hold `positions`; returns the absolute page numbers added. That many pages must be free."""

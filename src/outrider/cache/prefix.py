@@ -8,6 +8,7 @@ first, oldest first, so chains never have holes.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,20 +17,16 @@ from ..types import GroupName
 from .pages import PageGroup, SeqPages
 
 ROOT = b""
-
-
-def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The chain hash of one page. 128 bits: a collision would be a wrong answer, so no short hashes."""
-    h = hashlib.blake2b(parent, digest_size=16)
-    h.update(b",".join(str(t).encode() for t in tokens))
-    return h.digest()
+Unbroken = Callable[[int], bool]  # no cached prefix may end at this position
 
 
 def chain(root: bytes, tokens: Sequence[int], pages: int, page_size: int) -> Iterator[bytes]:
-    """The keys of the first pages of a text. root: a namespace; texts of two namespaces share no page."""
+    """The chain hashes of the first pages of a text, of 128 bits: a collision would be a wrong answer. root: a
+    namespace; texts of two namespaces share no page."""
     key = root
     for start in range(0, pages * page_size, page_size):
-        key = page_key(key, tokens[start : start + page_size])
+        own = b",".join(str(t).encode() for t in tokens[start : start + page_size])
+        key = hashlib.blake2b(key + own, digest_size=16).digest()
         yield key
 
 
@@ -38,44 +35,36 @@ class PrefixEntry:
     parent: bytes
     pages: dict[GroupName, int]  # 0: dropped
     children: int = 0
-    used: int = 0
-    when: float = 0.0  # the same in seconds. A hit uses all pages before it too: none is older than its successors
+    used: float = 0.0  # seconds. A hit uses all pages before it too: none is older than its successors
 
 
 class PrefixCache:
     def __init__(self, groups: dict[GroupName, PageGroup], page_size: int):
         self.groups, self.page_size, self.seconds = groups, page_size, time.monotonic
         self.entries: dict[bytes, PrefixEntry] = {}
-        self._clock = 0
 
     def match(
-        self,
-        tokens: Sequence[int],
-        limit: int,
-        granularity: int,
-        root: bytes = ROOT,
-        unbroken: Callable[[int], bool] | None = None,
+        self, tokens: Sequence[int], limit: int, granularity: int, root: bytes = ROOT, unbroken: Unbroken | None = None
     ) -> tuple[int, dict[GroupName, list[int]]]:
-        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long and not ending where
-        `unbroken` forbids it, and its pages per group."""
+        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
         found = self.use(chain(root, tokens, limit // self.page_size, self.page_size))
         for count in range(len(found), 0, -1):
             if (count * self.page_size) % granularity or (unbroken is not None and unbroken(count * self.page_size)):
                 continue
-            pages = self._usable(found[:count])
-            if pages is not None:
+            first = {name: self.first_page(name, count) for name in self.groups}
+            pages = {name: [0] * first[name] + [e.pages[name] for e in found[first[name] : count]] for name in first}
+            if all(all(held[first[name] :]) for name, held in pages.items()):
                 return count * self.page_size, pages
         return 0, {name: [] for name in self.groups}
 
     def use(self, keys: Iterable[bytes]) -> list[PrefixEntry]:
         """The cached entries of a chain, marked as used now."""
-        self._clock += 1
         found, now = [], self.seconds()
         for key in keys:
             entry = self.entries.get(key)
             if entry is None or ("full" in entry.pages and not entry.pages["full"]):
                 break
-            entry.used, entry.when = self._clock, now
+            entry.used = now
             found.append(entry)
         return found
 
@@ -90,37 +79,26 @@ class PrefixCache:
 
     def adopt(self, parent: bytes, key: bytes, pages: dict[GroupName, int]) -> None:
         """Take over pages that the caller has filled."""
-        self._entry(parent, key).pages.update(pages)
+        self._entry(parent, key, self.seconds()).pages.update(pages)
 
-    def _entry(self, parent: bytes, key: bytes) -> PrefixEntry:
+    def _entry(self, parent: bytes, key: bytes, now: float) -> PrefixEntry:
         entry = self.entries.get(key)
         if entry is None:
             entry = self.entries[key] = PrefixEntry(parent, dict.fromkeys(self.groups, 0))
             if parent in self.entries:
                 self.entries[parent].children += 1
-        entry.used, entry.when = self._clock, self.seconds()
+        entry.used = now
         return entry
-
-    def _usable(self, chain: list[PrefixEntry]) -> dict[GroupName, list[int]] | None:
-        out: dict[GroupName, list[int]] = {}
-        for name in self.groups:
-            first = self.first_page(name, len(chain))
-            pages = [0] * first + [e.pages[name] for e in chain[first:]]
-            if not all(pages[first:]):
-                return None
-            out[name] = pages
-        return out
 
     def insert(
         self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages], root: bytes = ROOT
     ) -> tuple[list[bytes], int]:
-        """Share the first `count` positions (whole pages only) of a sequence. Returns their keys, and how many were
-        cached already."""
-        self._clock += 1
-        parent, keys, known = root, list(chain(root, tokens, count // self.page_size, self.page_size)), 0
+        """Share the first `count` positions (whole pages only). Returns their keys, and how many were there already."""
+        keys, known = list(chain(root, tokens, count // self.page_size, self.page_size)), 0
+        parent, now = root, self.seconds()
         for i, key in enumerate(keys):
             known += key in self.entries
-            entry = self._entry(parent, key)
+            entry = self._entry(parent, key, now)
             for name, group in self.groups.items():
                 page = seqs[name].pages[i]
                 if not entry.pages[name] and page:
@@ -150,7 +128,7 @@ class PrefixCache:
     def drop_unused(self, seconds: float) -> None:
         """Evict the pages that no request has used for the given number of seconds."""
         since = self.seconds() - seconds
-        for key in [k for k, e in self.entries.items() if e.when <= since]:
+        for key in [k for k, e in self.entries.items() if e.used <= since]:
             self._drop(key)
 
     def _drop(self, key: bytes) -> None:
@@ -165,6 +143,4 @@ class PrefixCache:
         return [e.pages[name] for e in self.entries.values() if e.pages[name]]
 
     def clear(self) -> None:
-        while self.entries:
-            for key in [k for k, e in self.entries.items() if not e.children]:
-                self._drop(key)
+        self.drop_unused(-math.inf)

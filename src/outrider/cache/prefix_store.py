@@ -1,10 +1,9 @@
 """Prefix cache on disk: full pages of K/V in files, found again after a restart by the chain hash of `prefix.py`.
 
 One file per page, `FOLDER/<identity>/<page number>-<chain hash>.kv`: a header, then the page's bytes, group by group
-and layer by layer, K before V. The identity is a hash of everything the bits depend on (weights, kernels, K/V format),
-so files of another model are never read. Files appear atomically (write, then rename), so any number of servers may
-share a folder without locks. A truncated, changed or foreign file is ignored with one line in the log, and its page is
-recomputed.
+and layer by layer, K before V. The identity is a hash of everything the bits depend on (weights, kernels, K/V format).
+Files appear atomically (write, then rename), so any number of servers may share a folder without locks. A truncated,
+changed or foreign file is ignored with one line in the log, and its page is recomputed.
 
 Pages are copied out between steps into a bounded queue and written by a thread. They are read back when a prompt is
 admitted, a bounded number of bytes per step, into ordinary entries of the prefix cache. Beyond its size limit the
@@ -54,7 +53,7 @@ class PrefixStore:
         """limit: bytes of all files in the folder, those of other models included."""
         self._kv, self._root, self._limit = kv, folder, limit
         self._names = sorted(kv.groups)  # bit i of a file's groups is group i
-        shapes = " ".join(f"{name}{tuple(t.shape[1:])}" for name in self._names for t in kv.layers_of(name))
+        shapes = " ".join(f"{name}{tuple(t.shape[1:])}" for name in self._names for t in kv.layers[name])
         self._id = hashlib.blake2b(f"{identity} {shapes}".encode(), digest_size=16).digest()
         self._folder = folder / self._id.hex()
         try:
@@ -88,7 +87,7 @@ class PrefixStore:
             if entry is None:
                 continue  # evicted before it was written
             groups = [name for name in self._names if entry.pages[name]]
-            parts = [t[entry.pages[name]].reshape(-1) for name in groups for t in self._kv.layers_of(name)]
+            parts = [t[entry.pages[name]].reshape(-1) for name in groups for t in self._kv.layers[name]]
             # wholly before a window: a link of the chain
             data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
             done = None
@@ -125,17 +124,14 @@ class PrefixStore:
         return self._folder / f"{number:06d}-{key.hex()}.kv"
 
     def _touch(self, keys: Sequence[bytes], now: float) -> None:
-        for number, key in enumerate(keys):
-            try:
+        with contextlib.suppress(OSError):  # the chain ends here
+            for number, key in enumerate(keys):
                 os.utime(self._path(number, key), (now, now))
-            except OSError:
-                return  # the chain ends here
 
     def _write(
         self, path: Path, key: bytes, groups: int, data: Tensor, done: torch.cuda.Event | None, used: float
     ) -> None:
-        """On the writer's thread. The folder may be full or gone: then nothing is written any more, and the log says so
-        once."""
+        """On the writer's thread. If the folder is full or gone, the log says so and nothing is written any more."""
         try:
             if self._failed or path.exists():
                 return
@@ -164,8 +160,7 @@ class PrefixStore:
                 self._queued -= data.numel()
 
     def _evict(self) -> None:
-        """Count the folder's files and delete the ones used least recently, the deepest of a chain first, if they are
-        too many."""
+        """Count the folder's bytes; if too many, delete files used least recently, the deepest of a chain first."""
         found: list[tuple[float, int, int, str]] = []
         for folder in os.scandir(self._root):
             with contextlib.suppress(OSError):
@@ -207,11 +202,8 @@ class PrefixStore:
             kv.prefix.use(keys[:count])
             bad, moved, at_once = 0, 0, list[StoredPage]()
             for number, key in enumerate(keys[:count]):
-                wanted = [
-                    name
-                    for name in self._names
-                    if number >= kv.prefix.first_page(name, count) and not kv.prefix.page(key, name)
-                ]
+                seen = (name for name in self._names if number >= kv.prefix.first_page(name, count))
+                wanted = [name for name in seen if not kv.prefix.page(key, name)]
                 if not wanted and key in kv.prefix.entries:
                     continue
                 data = self._read(number, key) if wanted else {}
@@ -244,16 +236,13 @@ class PrefixStore:
         """The page's bytes by group, mapped from its file; None: it is not there or not as it was written."""
         path = self._path(number, key)
         try:
-            with path.open("rb") as file, contextlib.suppress(ValueError):  # an empty file can't be mapped
+            with path.open("rb") as file, contextlib.suppress(ValueError, struct.error):  # an empty or a short file
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                magic, identity, own, crc, groups, size = (
-                    HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"",) * 6
-                )
-                names = [name for i, name in enumerate(self._names) if groups and groups >> i & 1]
-                sizes = {name: self._kv.page_bytes(name) for name in names}
-                whole = (magic, identity, own, size) == (MAGIC, self._id, key, sum(sizes.values())) and len(
-                    data
-                ) == HEADER.size + size
+                magic, identity, own, crc, groups, size = HEADER.unpack_from(data)
+                names = [name for i, name in enumerate(self._names) if groups >> i & 1]
+                sizes = {name: sum(t[0].numel() for t in self._kv.layers[name]) for name in names}
+                ours = (magic, identity, own, size) == (MAGIC, self._id, key, sum(sizes.values()))
+                whole = ours and len(data) == HEADER.size + size
                 if whole and zlib.crc32(memoryview(data)[HEADER.size :]) == crc:
                     payload = torch.frombuffer(data, dtype=torch.uint8)[HEADER.size :]
                     return dict(zip(sizes, payload.split(list(sizes.values()))))

@@ -1,14 +1,13 @@
 """The K/V tensors, and the page tables as tensors.
 
 There is one tensor `[pages, kv_heads, page_size, head_dim]` per layer that owns K/V. `KVStore` owns the pools, the
-prefix cache and one table row per slot (one slot per running sequence). `view()` returns what a forward pass may
-access.
+prefix cache and one table row per slot (one slot per running sequence).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -19,7 +18,7 @@ from ..models.config import ModelConfig
 from ..ops.cpu.memory import Arena, HugePageWarmer, runs
 from ..types import AttnSpec, GroupName, KVPages, KVView, OutputRows, OutriderError
 from .pages import PageGroup, SeqPages
-from .prefix import ROOT, PrefixCache
+from .prefix import ROOT, PrefixCache, Unbroken
 from .prefix_store import PrefixStore, StoredPage
 
 EVICT_PAGES = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
@@ -55,12 +54,8 @@ def last_rows(kv: KVView, seqs: Sequence[int]) -> OutputRows:
     which, start = upload(seqs, torch.int64, device), torch.arange(count + 1, dtype=torch.int32, device=device)
     rows = kv.row_start.index_select(0, which + 1).long() - 1
     tables = {name: table.index_select(0, which) for name, table in kv.tables.items()}
-    return OutputRows(
-        rows,
-        replace(
-            kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1
-        ),
-    )
+    seen = replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long())
+    return OutputRows(rows, replace(seen, row_start=start, max_rows=1))
 
 
 @dataclass(frozen=True)
@@ -108,10 +103,8 @@ class KVStore:
         for name, window in windows.items():
             pages = -(-spec.tokens // ps)
             if window is not None:
-                bound = self._bound(window)
-                most = (
-                    spec.slots * bound * 2 if spec.window_tokens is None else max(bound, -(-spec.window_tokens // ps))
-                )
+                bound, sliding = self._bound(window), spec.window_tokens
+                most = spec.slots * bound * 2 if sliding is None else max(bound, -(-sliding // ps))
                 pages = min(pages + spec.slots, most)
             self.groups[name] = PageGroup(pages + 1, ps, window)
         # Fresh pages are zero; huge pages save a page-table walk per 4 KiB.
@@ -122,11 +115,13 @@ class KVStore:
 
         self.keys: list[Tensor | None] = [None] * (len(config.layers) + len(extra))
         self.values = list(self.keys)
+        # keys and values of each group's layers as bytes, [pages, ...] each: the prefix store moves them
+        self.layers: dict[GroupName, list[Tensor]] = {name: [] for name in self.groups}
         for i, attn in specs.items():
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
-            self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
+            self.keys[i], self.values[i] = keys, values = zeros(shape, dtype), zeros(shape, dtype)
+            self.layers[attn.group] += [keys.view(torch.uint8), values.view(torch.uint8)]
         self._bytes = self.bytes()
-        self._group_of: dict[int, GroupName] = {i: attn.group for i, attn in specs.items()}
         self._ahead: dict[GroupName, HugePageWarmer] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for padding rows of a batch.
@@ -139,19 +134,12 @@ class KVStore:
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
-        both = [(self._group_of[i], t) for i in specs for t in (self.keys[i], self.values[i])]
-        # the prefix store moves bytes, whatever they mean
-        self._layers = [(name, t.view(torch.uint8)) for name, t in both if t is not None]
         self.disk: PrefixStore | None = None  # prefixes that survive a restart
 
     def take_ahead(self) -> None:
-        """From now on allocate memory before sequences need it: in a server all requests would wait for the
-        allocation."""
-        for name in self.groups if self.device.type == "cpu" else ():
-            layers = [i for i, group in self._group_of.items() if group == name]
-            self._ahead[name] = HugePageWarmer(
-                [t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None]
-            )
+        """From now on allocate memory before sequences need it: in a server all requests would wait for it."""
+        if self.device.type == "cpu":
+            self._ahead = {name: HugePageWarmer(layers) for name, layers in self.layers.items()}
 
     def tidy(self, unused_s: float) -> int:
         """Where memory is allocated ahead: prefixes that were unused for the given time are evicted, and the memory of
@@ -180,32 +168,24 @@ class KVStore:
         granularity: int,
         reuse: bool = True,
         root: bytes = ROOT,
-        unbroken: Callable[[int], bool] | None = None,
+        unbroken: Unbroken | None = None,
     ) -> tuple[SeqCache, int]:
         """A slot for a new sequence, on shared pages if its prefix is cached; returns the number of cached positions.
-        The last token is never taken from the cache: its hidden state and logits are needed. unbroken(n): a cached
-        prefix may not end at n."""
+        The last token is never taken from the cache: its hidden state and logits are needed."""
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
         if reuse:
             hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity, root, unbroken)
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
-        self.flush()  # pending updates of the slot's last sequence must not be applied after this
-        for name in self.groups:
-            row = self.tables[name][seq.slot]
-            row.zero_()
-            held = seq.pages[name].pages
-            if held:
-                row[: len(held)] = upload(held, torch.int32, self.device)
+        self.place(seq.slot, True, {name: (0, pages.pages) for name, pages in seq.pages.items()})
         self._live[seq.slot] = seq
         return seq, hit
 
     def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
-        """Follow another process, which has given these pages to a slot: the first page's number, and the pages. fresh:
-        the slot has a new sequence."""
+        """Give these pages to a slot: the first page's number, and the pages. fresh: the slot has a new sequence."""
         if fresh:
-            self.flush()
+            self.flush()  # pending updates of the slot's last sequence must not be applied after this
             for table in self.tables.values():
                 table[slot].zero_()
         for name, (first, where) in pages.items():
@@ -213,19 +193,13 @@ class KVStore:
 
     def fits(self, seq: SeqCache, positions: int) -> bool:
         """Could it hold `positions` now, if unused shared prefixes were evicted?"""
-        return all(
-            self._there(name, self._most(group, group.need(seq.pages[name], positions)))
-            for name, group in self.groups.items()
-        )
-
-    def _most(self, group: PageGroup, pages: int) -> int:
-        """The given number of pages, but no more than a sequence of a sliding group can hold at once."""
-        return pages if group.window is None else min(pages, self._bound(group.window))
-
-    def _there(self, name: GroupName, pages: int) -> bool:
-        """Is the given number of pages free, counting unused shared prefixes that could be evicted?"""
-        pool = self.groups[name].pool
-        return pages <= pool.free or pages <= pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
+        for name, group in self.groups.items():
+            need, pool = group.need(seq.pages[name], positions), group.pool
+            if group.window is not None:
+                need = min(need, self._bound(group.window))
+            if need > pool.free and need > pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name)):
+                return False
+        return True
 
     def _free(self, name: GroupName, pages: int) -> bool:
         """Free the given number of pages, evicting unused shared prefixes. False: there are not enough."""
@@ -276,17 +250,6 @@ class KVStore:
             self.disk.offer(keys, known)
 
     # ---- prefixes on disk -----------------------------------------------------------------------------------------
-    def restoring(self, tokens: Sequence[int], granularity: int, root: bytes) -> Iterator[None]:
-        """Reads the stored pages of this text into the prefix cache, a part per step (`PrefixStore.restore`)."""
-        return self.disk.restore(tokens, root, granularity) if self.disk is not None else iter(())
-
-    def layers_of(self, name: GroupName) -> list[Tensor]:
-        """The bytes of keys and values of a group's layers, [pages, ...] each."""
-        return [t for group, t in self._layers if group == name]
-
-    def page_bytes(self, name: GroupName) -> int:
-        return sum(t[0].numel() for t in self.layers_of(name))
-
     @torch.inference_mode()
     def adopt(self, pages: Sequence[StoredPage]) -> bool:
         """Add these pages to the prefix cache. False: there are not enough free ones."""
@@ -299,7 +262,7 @@ class KVStore:
             rows = sorted(self.groups[name].pool.alloc() for _ in range(count))
             # all at once: a copy for each layer and page would take longer than the bytes
             stored = torch.stack([data[name] for _, _, data in pages if name in data]).to(self.device)  # [count, bytes]
-            for layer, part in zip(self.layers_of(name), stored.split([t[0].numel() for t in self.layers_of(name)], 1)):
+            for layer, part in zip(self.layers[name], stored.split([t[0].numel() for t in self.layers[name]], 1)):
                 done = 0
                 for first, end in runs(rows):
                     to, done = layer[first:end], done + end - first
@@ -344,12 +307,9 @@ class KVStore:
         for name, group in self.groups.items():
             group.pool.check([s.pages[name].held() for s in self._live.values()] + [self.prefix.held(name)])
             for seq in self._live.values():
-                pages = seq.pages[name]
-                row = self.tables[name][seq.slot].tolist()
-                for i in range(pages.first, len(pages.pages)):
-                    if row[i] != pages.pages[i]:
-                        raise AssertionError(
-                            f"{name} table of slot {seq.slot}, page {i}: {row[i]} is not {pages.pages[i]}"
-                        )
+                first, pages = seq.pages[name].first, seq.pages[name].pages
+                row = self.tables[name][seq.slot, first : len(pages)].tolist()
+                if row != pages[first:]:
+                    raise AssertionError(f"{name} table of slot {seq.slot} from page {first} on: {row}, not {pages}")
         if len(self._live) + len(self._free_slots) != self.spec.slots:
             raise AssertionError("slots leak")

@@ -64,8 +64,10 @@ class Scheduler:
             self._admit()
         ready: list[Seq] = []
         for seq in self.running:
-            over = seq.num_inflight_tokens and self._may_be_over(seq)
-            if seq.computed == len(seq.tokens) - 1 and not seq.paused and not over:
+            size, ahead = len(seq.tokens), seq.num_inflight_tokens
+            # the step in flight may end it or fill its context: it is not planned until that is known
+            over = ahead and (size + 1 >= seq.max_total_tokens or size + ahead >= self.max_context)
+            if seq.computed == size - 1 and not seq.paused and not over:
                 ready.append(seq)
         for seq, plan in zip(ready, choose(ready) if ready else ()):
             if seq.cache is not None:  # else an older one has preempted it in this step
@@ -131,18 +133,14 @@ class Scheduler:
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 
-    def _may_be_over(self, seq: Seq) -> bool:
-        """The step in flight may end this sequence or fill its context: it is not planned until that is known."""
-        return seq.remaining <= 1 or len(seq.tokens) + seq.num_inflight_tokens >= self.max_context
-
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
             seq = self.waiting[0]
             root, keys = seq.prefix_root, seq.cache_keys[:-1]
-            if seq.restoring is None:
-                seq.restoring = self.cache.restoring(keys, self.granularity, root)
-            if self.prefix_cache and next(seq.restoring, DONE) is not DONE:
-                return  # the rest of its prefix is read from disk in the next steps
+            if self.cache.disk is not None:
+                seq.restoring = seq.restoring or self.cache.disk.restore(keys, root, self.granularity)
+                if next(seq.restoring, DONE) is not DONE:
+                    return  # the rest of its prefix is read from disk in the next steps
             seq.cache, hit = self.cache.open(keys, self.granularity, self.prefix_cache, root, seq.unbroken)
             if not self.cache.fits(seq.cache, len(seq.tokens)):
                 self.cache.close(seq.cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -151,11 +151,10 @@ class Counted:
 class CountingCache:
     """A cache that only counts: the scheduler needs no more."""
 
+    disk = None
+
     def __init__(self, slots: int, positions: int):
         self.free_slots, self.left = slots, positions
-
-    def restoring(self, tokens: object, granularity: int, root: bytes) -> Iterator[None]:
-        return iter(())
 
     def open(
         self, tokens: object, granularity: int, reuse: bool = True, root: bytes = b"", unbroken: object = None

@@ -69,7 +69,7 @@ def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> Non
     a, b = wrote.prefix.match(PROMPT, 80, 16)[1], read.prefix.match(PROMPT, 80, 16)[1]
     assert one == 80
     for name in wrote.groups:
-        for x, y in zip(wrote.layers_of(name), read.layers_of(name)):
+        for x, y in zip(wrote.layers[name], read.layers[name]):
             for mine, theirs in zip(a[name], b[name]):
                 assert not mine or torch.equal(x[mine], y[theirs])
 
@@ -82,7 +82,7 @@ def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
     taken = [pool.alloc() for _ in range(60)]
     for page in taken[::3] + taken[1::3]:
         pool.release(page)
-    for _ in again.store.restoring(PROMPT, 16, b""):
+    for _ in again.store.disk.restore(PROMPT, b"", 16):
         pass
     for page in taken[2::3]:
         pool.release(page)
@@ -90,7 +90,7 @@ def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
     count, wrote = first.store.prefix.match(PROMPT, 80, 16)
     same, read = again.store.prefix.match(PROMPT, 80, 16)
     assert count == same == 80 and read["full"] != list(range(read["full"][0], read["full"][0] + len(read["full"])))
-    for x, y in zip(first.store.layers_of("full"), again.store.layers_of("full")):
+    for x, y in zip(first.store.layers["full"], again.store.layers["full"]):
         assert torch.equal(x[wrote["full"]], y[read["full"]])
 
 

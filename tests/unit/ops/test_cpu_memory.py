@@ -120,7 +120,7 @@ def test_a_prefix_that_is_used_stays() -> None:
     store.tidy(60.0)
     store.check()
     store.close(seq)
-    assert {e.when for e in store.prefix.entries.values()} == {50.0} and len(store.prefix.entries) == 4
+    assert {e.used for e in store.prefix.entries.values()} == {50.0} and len(store.prefix.entries) == 4
     fresh, hit = store.open([*texts["old"], 1], 16)
     assert hit == 0 and store.reserve(fresh, 65)
     full = fresh.pages["full"].pages
