@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,13 +41,15 @@ from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .spec.pair import DrafterPair
-from .types import OutriderError
+from .types import OutriderError, require
 from .weights import hub, load_drafter, load_target
 from .weights.adapter import load_adapter
 from .weights.files import Files, check_draft_model, fingerprint, text_files
 from .weights.vision import has_vision, load_vision, vision_config
 
 log = logging.getLogger("outrider")
+Say = Callable[[str], None]  # tells the user a line
+TokenIds = Callable[[], Iterable[int]]
 
 
 class Assembled(NamedTuple):
@@ -58,9 +60,7 @@ class Assembled(NamedTuple):
     vision: ImageEncoder | str  # the image encoder, or the reason why there is none
 
 
-def assemble(
-    model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
-) -> Assembled:
+def assemble(model: str, settings: LoadSettings, say: Say, team: ProcessGroup | None = None) -> Assembled:
     """With a team: builds this process's part. An error in one process is raised in all."""
     agreed = False
 
@@ -69,10 +69,8 @@ def assemble(
         if team is None:
             return budget
         agreed = True
-        window = -1 if budget.window_tokens is None else budget.window_tokens
-        mine = (budget.max_context, budget.tokens, window, budget.pass_rows, budget.packed_rows)
-        context, tokens, window, *rows = team.all_reduce_min(mine)
-        return KVBudget(context, tokens, None if window < 0 else window, *rows)
+        least = team.all_reduce_min([-1 if value is None else value for value in astuple(budget)])
+        return KVBudget(*(None if value < 0 else value for value in least))  # type: ignore[arg-type]
 
     try:
         return _assemble(model, settings, say, team, agree)
@@ -83,11 +81,7 @@ def assemble(
 
 
 def _assemble(
-    model: str,
-    settings: LoadSettings,
-    say: Callable[[str], None],
-    team: ProcessGroup | None,
-    agree: Callable[[KVBudget], KVBudget],
+    model: str, settings: LoadSettings, say: Say, team: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
 ) -> Assembled:
     quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
     spec, engine_config = settings.spec, settings.engine
@@ -114,8 +108,7 @@ def _assemble(
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = TextModel(config, weights, ops, together)
     common = lambda: tokenizing.result().common_token_ids() if tokenizing is not None else ()  # noqa: E731
-    paths = tuple(map(str, settings.adapters.values()))
-    drafter, names, note = pick_drafter(files, settings, target, dtype, common, paths)
+    drafter, names, note = pick_drafter(files, settings, target, dtype, common)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
@@ -127,7 +120,7 @@ def _assemble(
         say("the drafter was trained for another adapter, so expect fewer accepted drafts")
     vision, image_rows = load_images(files, settings, ops, device, dtype, team is None or team.tp.rank == 0)
     if isinstance(vision, ImageEncoder):
-        size += vision.nbytes
+        size += vision.model.nbytes
         if tokenizer is not None:
             tokenizer.image_text = vision.config.image_text(tokenizer.backend.id_to_token)
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
@@ -191,7 +184,7 @@ def load_images(
     return ImageEncoder(model, rows, settings.max_images, settings.max_image_pixels), rows
 
 
-def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str], None]) -> AdapterPool:
+def load_adapters(target: TextModel, settings: LoadSettings, say: Say) -> AdapterPool:
     """Loads the settings' adapters, before K/V takes the rest of a GPU's memory."""
     to = (target.config, target.ops, target.dtype, target.device, adaptable_weights(target))
     pool = AdapterPool(target, lambda name, path: load_adapter(name, path, *to), settings.max_adapters)
@@ -206,22 +199,18 @@ def load_adapters(target: TextModel, settings: LoadSettings, say: Callable[[str]
 
 
 def pick_drafter(
-    model: Files,
-    settings: LoadSettings,
-    target: TextModel,
-    dtype: torch.dtype,
-    always: Callable[[], Iterable[int]] = tuple,
-    adapters: Sequence[str] = (),
+    model: Files, settings: LoadSettings, target: TextModel, dtype: torch.dtype, always: TokenIds = tuple
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
     tokens that a draft model scores whatever their index in the vocabulary."""
+    paths = [str(path) for path in settings.adapters.values()]
 
     def pick(drafter: str) -> tuple[Drafter | None, str]:
         if drafter == "none":
             return None, "drafter: none (plain decoding)"
         if drafter == "ngram":
             return None, "drafter: ngram (suffix matches in prompt and answer)"
-        where, note = hub.auto_drafter(model, adapters) if drafter == "auto" else (drafter, "as asked")
+        where, note = hub.auto_drafter(model, paths) if drafter == "auto" else (drafter, "as asked")
         if where is None:
             return None, f"drafter: ngram ({note})"
         try:
@@ -247,13 +236,7 @@ def pick_drafter(
 
 
 def _load_drafter(
-    model: Files,
-    where: str,
-    note: str,
-    target: TextModel,
-    dtype: torch.dtype,
-    settings: LoadSettings,
-    always: Callable[[], Iterable[int]],
+    model: Files, where: str, note: str, target: TextModel, dtype: torch.dtype, settings: LoadSettings, always: TokenIds
 ) -> tuple[Drafter, str]:
     ops, device, load_format, seed = target.ops, target.device, settings.load_format, settings.seed
     if where.startswith("draft:"):
@@ -274,10 +257,8 @@ def _load_drafter(
         small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed, target.config.vocab_size)
         return small, f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
-    if files.config.get("model_type") == "medusa":
-        raise OutriderError(
-            f"{where} has Medusa heads; a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
-        )
+    kinds = "a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
+    require(files.config.get("model_type") != "medusa", f"{where} has Medusa heads; {kinds}")
     if is_block(files.config):
         mode = settings.quantize_drafter or settings.quantize
         note += f"; weights rounded to {mode}" if mode is not None else ""
@@ -290,8 +271,7 @@ def _load_drafter(
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
     reason = fits(own, target.config)
-    if reason is not None:
-        raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
+    require(reason is None, f"drafter {where} does not fit {target.config.model_type}: {reason}")
     drafter = MTPNet(own, parts, ops, target)
     made = MTPDrafter(ops.compile_drafter(drafter) if tp.world == 1 else drafter, target)
     if load_format == "auto":

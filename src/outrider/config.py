@@ -178,10 +178,8 @@ class LoadSettings:
         for name in ("quantize", "quantize_drafter"):
             known(name, getattr(self, name), Literal["int8", "int4", "fp8", None])
         known("load_format", self.load_format, LoadFormat)
-        budgets = (70, 140, 280, 560, 1120)
-        require(
-            self.image_tokens in budgets, f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}"
-        )
+        budget = self.image_tokens in (70, 140, 280, 560, 1120)
+        require(budget, f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}")
         named_paths = isinstance(self.adapters, Mapping) and all(isinstance(name, str) for name in self.adapters)
         require(named_paths, f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
         one, alone = self.tensor_parallel == 1, "for a model in one process: leave"
@@ -200,9 +198,7 @@ class LoadSettings:
     @classmethod
     def of(cls, options: Mapping[str, object]) -> LoadSettings:
         """From options by name, including the engine's."""
-        inner = {name: value for name, value in options.items() if name in ENGINE}
-        outer = {name: value for name, value in options.items() if name not in ENGINE}
-        return cls(**outer, engine=EngineConfig(**inner))  # type: ignore[arg-type]
+        return cls().changed(options)
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
         """A copy with these fields changed, also the engine's and `ALIASES`; an engine of None changes nothing."""
@@ -211,9 +207,8 @@ class LoadSettings:
         known = [*(f.name for f in fields(self)), *inner, *ALIASES]
         for spelled, value in changes.items():
             if spelled not in known:
-                raise OutriderError(
-                    f"unknown field {spelled!r}; known: {', '.join(get_close_matches(spelled, known) or known)}"
-                )
+                close = get_close_matches(spelled, known) or known
+                raise OutriderError(f"unknown field {spelled!r}; known: {', '.join(close)}")
             name = ALIASES.get(spelled, spelled)
             if name in given and given[name] != value:
                 both = " and ".join(f"{n}={v!r}" for n, v in changes.items() if ALIASES.get(n, n) == name)
@@ -279,13 +274,11 @@ def user_file() -> dict[str, dict[str, object]]:
     with bad_input(tomllib.TOMLDecodeError, lambda error: f"{path} is not TOML: {error}"):
         tables = tomllib.loads(text)
     for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise OutriderError(
-                f"{path}: {name!r} stands outside a table: write it under [defaults] or under a command, as [generate]"
-            )
+        outside = "stands outside a table: write it under [defaults] or under a command, as [generate]"
+        require(isinstance(table, dict), f"{path}: {name!r} {outside}")
     for alias, model in tables.get("aliases", {}).items():
-        if not isinstance(model, str) or not model:
-            raise OutriderError(f"{path}: alias {alias!r} must name a model, got {model!r}")
+        named = isinstance(model, str) and bool(model)
+        require(named, f"{path}: alias {alias!r} must name a model, got {model!r}")
     return tables
 
 

@@ -12,27 +12,36 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, TypedDict, Unpack
 
-from .assemble import assemble
+from .assemble import Assembled, Say, assemble
 from .config import LoadSettings, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
-from .engine.engine import Engine, Event
+from .engine.engine import Event
 from .engine.images import ImageEncoder, ImagePrompt, take_images
 from .engine.shared import SharedEngine
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
-from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams
+from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams, bad_input, require
 from .weights import check_shares, hub
 
 log = logging.getLogger("outrider")
 Image = Any  # a path, the bytes of a file, a PIL image or a uint8 array [h, w, 3]
 Prompt = str | Sequence[int] | Mapping[str, Any]  # {"text": ..., "images": [...]}
+
+
+class RequestOptions(TypedDict, total=False):
+    """Arguments of `LLM.requests`. `draft_tokens`, `tree`: None keeps the loaded settings."""
+
+    draft_tokens: int | str | None
+    drafter: bool | str  # False: plain decoding; a name: only that drafter
+    tree: int | str | None
+    adapter: str | None  # its name
 
 
 @dataclass
@@ -46,19 +55,15 @@ class Completion:
 
 
 class LLM:
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        drafter_note: str,
-        weight_bytes: int = 0,
-        team: ProcessGroup | None = None,
-        vision: ImageEncoder | str = "this model takes no images",
-    ):
-        """vision: the image encoder, or the reason why there is none."""
-        self.vision = vision
-        self.engine, self.name, self.drafter_note, self.team = engine, name, drafter_note, team
-        self._weight_bytes = weight_bytes
+    def __init__(self, made: Assembled, name: str, team: ProcessGroup | None = None):
+        engine, key = made.engine, made.cost_key
+        if team is not None:
+            Leader(engine, team)
+        if key is not None:
+            digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+            engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
+        self.engine, self.name, self.drafter_note, self.team = engine, name, made.drafter_note, team
+        self.vision, self._weight_bytes = made.vision, made.weight_bytes
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
         self.adapters = engine.runner.adapters  # None: the model is divided over several processes
@@ -67,22 +72,15 @@ class LLM:
 
     @classmethod
     def load(
-        cls,
-        model: str,
-        settings: LoadSettings = LoadSettings(),
-        *,
-        say: Callable[[str], None] = log.info,
-        **changes: object,
+        cls, model: str, settings: LoadSettings = LoadSettings(), *, say: Say = log.info, **changes: object
     ) -> LLM:
         """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). With tensor parallelism
         (`tensor_parallel`, outrider.parallel) this call returns only in rank 0."""
-        if not isinstance(settings, LoadSettings):
-            raise OutriderError(
-                f"LLM.load takes {settings!r} by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)"
-            )
+        named = f"by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)"
+        require(isinstance(settings, LoadSettings), f"LLM.load takes {settings!r} {named}")
         settings = settings.changed(changes)
         if settings.tensor_parallel == 1:
-            return cls._open(model, settings, say)
+            return cls(assemble(model, settings, say), model)
         if is_worker():
             worker(settings.device)
         if "RANK" not in os.environ:  # ranks that already run get the error while they load
@@ -90,22 +88,10 @@ class LLM:
         team = join(settings.tensor_parallel, settings.device)
         try:
             team.send((model, settings))
-            return cls._open(model, settings, say, team)
+            return cls(assemble(model, settings, say, team), model, team)
         except KeyboardInterrupt:
             team.abandon()
             raise
-
-    @classmethod
-    def _open(
-        cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
-    ) -> LLM:
-        made = assemble(model, settings, say, team)
-        if team is not None:
-            Leader(made.engine, team)
-        if (key := made.cost_key) is not None:
-            digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-            made.engine.controller.cost = calibrate(made.engine, key, hub.cache_path("costs", f"{digest}.json"))
-        return cls(made.engine, model, made.drafter_note, made.weight_bytes, team, made.vision)
 
     @property
     def nbytes(self) -> int:
@@ -151,22 +137,16 @@ class LLM:
         ids, group = self._encode(prompt), next(self._ids)
         draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
         asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
-        asked.images = ids.images if isinstance(ids, ImagePrompt) else ()
+        asked.images = getattr(ids, "images", ())
         each = [replace(params, seed=int(params.seed) + i, n=1) for i in range(params.n)]
         return [replace(asked, id=f"{group}.{i}", params=own) for i, own in enumerate(each)]
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
-        draft_tokens: int | str | None = None,
-        drafter: bool | str = True,
-        tree: int | str | None = None,
-        adapter: str | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **how: Unpack[RequestOptions]
     ) -> list[Completion]:
-        """All answers, n per prompt. `draft_tokens`, `tree`: None keeps the loaded settings. `adapter`: its name."""
-        how = (params or SamplingParams(), draft_tokens, drafter, tree, adapter)
-        requests = [request for prompt in each_prompt(prompts) for request in self.requests(prompt, *how)]
+        """All answers, n per prompt."""
+        params = params or SamplingParams()
+        requests = [request for prompt in each_prompt(prompts) for request in self.requests(prompt, params, **how)]
         done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
         with closing(self._shared.run(requests)) as events:
             for event in events:
@@ -174,26 +154,16 @@ class LLM:
         return [done[r.id] for r in requests]
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        draft_tokens: int | str | None = None,
-        drafter: bool | str = True,
-        adapter: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **how: Unpack[RequestOptions]
     ) -> Generator[Event, None, None]:
         """Streams one answer (the first of `params.n`). Closing the iterator aborts the request and frees its pages."""
-        (request, *_) = self.requests(prompt, params or SamplingParams(), draft_tokens, drafter, adapter=adapter)
+        (request, *_) = self.requests(prompt, params or SamplingParams(), **how)
         yield from self._shared.run([request])
 
     def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        draft_tokens: int | str | None = None,
-        drafter: bool | str = True,
-        adapter: str | None = None,
+        self, messages: Messages, params: SamplingParams | None = None, **how: Unpack[RequestOptions]
     ) -> Completion:
-        return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter, adapter=adapter)[0]
+        return self.generate(self.chat_prompt(messages), params, **how)[0]
 
     def chat_prompt(self, messages: Iterable[Mapping[str, Json]], tools: Json = None) -> list[int]:
         listed = list(messages) if isinstance(messages, Iterable) else [messages]
@@ -201,8 +171,7 @@ class LLM:
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
         texts, images = take_images(listed)
         ids = self._tokenizer().chat(texts, tools)
-        if not ids:
-            raise OutriderError("the chat template makes no prompt of these messages")
+        require(bool(ids), "the chat template makes no prompt of these messages")
         return self.images().expand(ids, images) if images else ids
 
     def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:
@@ -218,8 +187,7 @@ class LLM:
         if not raw and self.tokenizer is not None and self.tokenizer.has_chat_template:
             return self.chat_prompt(messages)
         text = str(messages[-1]["content"])
-        if not text:
-            raise OutriderError("the prompt is empty")
+        require(bool(text), "the prompt is empty")
         return self._encode(text)
 
     def images(self) -> ImageEncoder:
@@ -253,12 +221,9 @@ class LLM:
             return self._with_images(prompt)
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt, bos=True)
-        try:
+        kinds = "a prompt is a text or a list of token ids"
+        with bad_input(TypeError, lambda _: f"{kinds}, got {str(prompt)[:60]!r} (conversations: LLM.chat)"):
             return [index(token) for token in prompt]
-        except TypeError:
-            raise OutriderError(
-                f"a prompt is a text or a list of token ids, got {str(prompt)[:60]!r} (conversations: LLM.chat)"
-            ) from None
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -93,7 +93,7 @@ def texts(llm: LLM, context: int, tokens: int, drafter: bool | str, k: int | Non
     out = []
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=7, max_tokens=tokens, ignore_eos=True)
-        out += [done.token_ids for done in llm.generate(many, params, k, drafter)]
+        out += [done.token_ids for done in llm.generate(many, params, draft_tokens=k, drafter=drafter)]
     return out
 
 
@@ -197,7 +197,7 @@ def one(size: str, device: str, dry: bool) -> None:
         )
         engines: dict[str, LLM] = {}
         for name, whose in (("solo", None), ("team", team), ("copies", Copies(team))):
-            engines[name] = LLM._open(target, load, say if name == "solo" else quiet, whose)
+            engines[name] = LLM(assemble.assemble(target, load, say if name == "solo" else quiet, whose), target, whose)
         want: list[list[int]] | None = None
         for name, llm in engines.items():
             plain, drafted = texts(llm, context, tokens, False, 0), texts(llm, context, tokens, True, K)

@@ -193,7 +193,7 @@ class Conversation:
                 if len(ids) >= (most := self.llm.engine.max_context) and len(said) > 1:
                     held = f"the conversation has {len(ids)} tokens; the context holds {most}"
                     raise OutriderError(f"{held}: /clear forgets what was said so far")
-                for event in self.llm.stream(ids, self.params, self.draft_tokens, self.drafter):
+                for event in self.llm.stream(ids, self.params, draft_tokens=self.draft_tokens, drafter=self.drafter):
                     text += event.text
                     out.print(event.text, end="")
                     if event.stats is not None:

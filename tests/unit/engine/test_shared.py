@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.engines import VOCAB, tiny_engine
 
+from outrider.assemble import Assembled
 from outrider.engine.engine import Event
 from outrider.llm import LLM, each_prompt
 from outrider.types import OutriderError, SamplingParams
@@ -22,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 @pytest.fixture
 def llm() -> LLM:
-    return LLM(tiny_engine(), "tiny", "")
+    return LLM(Assembled(tiny_engine(), "", 0, None, "this model takes no images"), "tiny")
 
 
 def tokens(events: Iterable[Event]) -> list[int]:
