@@ -1,33 +1,30 @@
 """Images in prompts: an image becomes soft tokens, and its placeholder becomes a span of image tokens.
 
-`ImageEncoder.encode` decodes (files in a subprocess), resizes and runs the vision model, one image at a time; the most
-recent images are cached by content. `expand` replaces each placeholder token of a prompt by begin-of-image, n image
-tokens and end-of-image.
+`ImageEncoder.encode` decodes (files in a subprocess), resizes and runs the vision model; the most recent images are
+cached by content. `expand` replaces each placeholder of a prompt by begin-of-image, n image tokens and end-of-image.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from ..models import image_processing
 from ..models.image_processing import HEAD, REPLY, check_size, pixels
 from ..models.vision import VisionModel
 from ..prompts import opened
-from ..types import ImageSpan, OutriderError, require
+from ..types import ImageSpan, OutriderError, bad_input, require
 from .child_process import ChildLost, ChildProcess
 
 DECODE_SECONDS = 60.0  # of wall time for one file: on a busy machine a long decode gets little processor time
@@ -39,12 +36,6 @@ KEPT = 64  # images whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other pixels, other digests
 MEDIA = {"audio": "audio", "input_audio": "audio", "video": "video", "video_url": "video", "input_video": "video"}
 IMAGE_PARTS = ("image", "image_url", "input_image")
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    soft_tokens: Tensor  # [n, H]
-    digest: bytes
 
 
 class ImagePrompt(list[int]):
@@ -62,15 +53,11 @@ class ImageEncoder:
         self.model, self.config, self.max_images = model, model.config, max_images
         self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
-        self._kept: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._kept: OrderedDict[bytes, ImageSpan] = OrderedDict()
         self._lock, self._encoding = threading.Lock(), threading.Lock()
 
-    @property
-    def nbytes(self) -> int:
-        return self.model.nbytes
-
-    def encode(self, image: object) -> EncodedImage:
-        """A path, the bytes of a file, a data URL, a PIL image or an array [h, w, 3 or 4 or nothing] of uint8."""
+    def encode(self, image: object) -> ImageSpan:
+        """A path, the bytes of a file, a data URL, a PIL image or uint8 [h, w, 3 or 4 or nothing]; as a span at 0."""
         made, config = np.ascontiguousarray(self._pixels(image)), self.config
         long = max(made.shape[:2]) // (config.side if config.kind == "unified" else config.patch)
         if not config.square and long > config.positions:
@@ -81,14 +68,17 @@ class ImageEncoder:
         if (found := self._find(key)) is not None:  # without waiting for another client's image
             return found
         with self._encoding:  # one image at a time: its bits depend on no other
-            found = self._find(key) or EncodedImage(self.model.encode(torch.from_numpy(made.copy())), key)
+            found = self._find(key)
+            if found is None:
+                soft_tokens = self.model.encode(torch.from_numpy(made.copy()))
+                found = ImageSpan(0, soft_tokens, key, config.bidirectional, config.pad_id)
             with self._lock:
                 self._kept[key] = found
                 if len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
         return found
 
-    def _find(self, key: bytes) -> EncodedImage | None:
+    def _find(self, key: bytes) -> ImageSpan | None:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -100,19 +90,15 @@ class ImageEncoder:
             image = data_url(image)
         elif isinstance(image, str | os.PathLike):
             data = read_file(Path(image))
-            try:
+            with bad_input(OutriderError, lambda error: f"{image}: {error}"):
                 return self.decoder.pixels(data, tokens, side)
-            except OutriderError as error:
-                raise OutriderError(f"{image}: {error}") from None
         if isinstance(image, bytes | bytearray | memoryview):
             return self.decoder.pixels(bytes(image), tokens, side)
-        try:
+        with bad_input((ValueError, OSError), str):
             if not isinstance(image, Image.Image):
                 image = Image.fromarray(as_array(image))
             check_size(*image.size, self.decoder.max_pixels)
             return pixels(image, tokens, side)
-        except (ValueError, OSError) as error:
-            raise OutriderError(str(error)) from None
 
     def expand(self, ids: Sequence[int], images: Sequence[object]) -> ImagePrompt:
         """The prompt with every image token replaced by an image: there must be as many."""
@@ -126,11 +112,9 @@ class ImageEncoder:
                 if token != config.eoi_id or not i or ids[i - 1] != config.placeholder_id:  # else it is there already
                     out.append(token)
                 continue
-            encoded = self.encode(next(left))
-            count = int(encoded.soft_tokens.shape[0])
             out.append(config.boi_id)
-            spans.append(ImageSpan(len(out), encoded.soft_tokens, encoded.digest, config.bidirectional, config.pad_id))
-            out += [config.image_id] * count + [config.eoi_id]
+            spans.append(replace(self.encode(next(left)), start=len(out)))
+            out += [config.image_id] * (spans[-1].end - spans[-1].start) + [config.eoi_id]
         out.images = tuple(spans)
         return out
 
@@ -142,22 +126,18 @@ def data_url(url: str) -> bytes:
     head, comma, body = url.partition(",")
     require(bool(comma) and head.lower().endswith(";base64"), "an image's data URL must be data:image/...;base64,...")
     require(len(body) <= MAX_BYTES * 4 // 3 + 4, f"the image has more than {MAX_BYTES:,} bytes")
-    try:
+    with bad_input(ValueError, lambda _: "the image is not valid base64"):
         return base64.b64decode("".join(body.split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise OutriderError("the image is not valid base64") from None
 
 
 def read_file(path: Path) -> bytes:
     if str(path).startswith(("http:/", "https:/")):
         raise OutriderError("images are not fetched from the network: pass a file, or a data URL")
-    try:
-        with open(path, "rb", opener=opened) as file:
-            data = file.read(MAX_BYTES + 1)
-        require(len(data) <= MAX_BYTES, f"{path} has more than {MAX_BYTES:,} bytes")
-        return data
-    except (OSError, ValueError) as error:
-        raise OutriderError(f"cannot read the image {path}: {getattr(error, 'strerror', None) or error}") from None
+    why = lambda error: f"cannot read the image {path}: {getattr(error, 'strerror', None) or error}"  # noqa: E731
+    with bad_input((OSError, ValueError), why), open(path, "rb", opener=opened) as file:
+        data = file.read(MAX_BYTES + 1)
+    require(len(data) <= MAX_BYTES, f"{path} has more than {MAX_BYTES:,} bytes")
+    return data
 
 
 def as_array(image: object) -> np.ndarray:
@@ -166,9 +146,8 @@ def as_array(image: object) -> np.ndarray:
     except Exception:
         array = np.empty(0)
     good = array.dtype == np.uint8 and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4)))
-    if not good or not array.size:
-        kind = type(image).__name__
-        raise OutriderError(f"an image is a path, bytes, a PIL image or uint8 [h, w, 3], got {kind} {array.shape}")
+    got = f"{type(image).__name__} {array.shape}"
+    require(good and array.size > 0, f"an image is a path, bytes, a PIL image or uint8 [h, w, 3], got {got}")
     return array
 
 
@@ -191,14 +170,12 @@ def _part(part: object, images: list[object]) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise OutriderError("a part of a message is a text or {'type': 'text' | 'image', ...}")
     kind = part.get("type")
-    if kind in MEDIA:
-        raise OutriderError(f"{MEDIA[str(kind)]} cannot be read here, only text and images")
+    require(kind not in MEDIA, f"{MEDIA.get(str(kind))} cannot be read here, only text and images")
     if kind not in IMAGE_PARTS:
         return dict(part)
     given = part.get("image", part.get("image_url", part.get("url", part.get("path"))))
     given = given.get("url") if isinstance(given, Mapping) else given
-    if given is None:
-        raise OutriderError("a part of type image needs 'image': a path, bytes, a PIL image or an array")
+    require(given is not None, "a part of type image needs 'image': a path, bytes, a PIL image or an array")
     images.append(given)
     return {"type": "image"}
 

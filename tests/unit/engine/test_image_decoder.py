@@ -239,7 +239,8 @@ def test_a_known_image_does_not_wait_for_the_tower() -> None:
             assert done.wait(60)
         return image[0].float()
 
-    config = SimpleNamespace(kind="tower", square=0, side=SIDE, patch=SIDE, positions=1000)
+    shape = {"kind": "tower", "square": 0, "side": SIDE, "patch": SIDE, "positions": 1000}
+    config = SimpleNamespace(**shape, bidirectional=False, pad_id=0)
     model: Any = SimpleNamespace(config=config, encode=encode)
     encoder = ImageEncoder(model, TOKENS, 4, 1 << 20)
     known, large = (np.full((24, 24, 3), value, np.uint8) for value in (7, 9))
