@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..cache.store import SeqCache
 from ..ops.lowrank import Adapter
+from ..ops.reference import ReferenceOps
 from ..types import OutriderError
+from .cycle import logprobs
 from .engine import Engine
 
 SCORED_ROWS = 64  # positions per pass
@@ -43,9 +45,8 @@ class ScoringJob(ABC):
             self._cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
             if not store.reserve(self._cache, len(tokens)):
                 self.close(engine)
-                raise OutriderError(
-                    f"no room in the cache to score {len(tokens)} tokens now: try again, or with a shorter text"
-                )
+                room = f"no room in the cache to score {len(tokens)} tokens now"
+                raise OutriderError(f"{room}: try again, or with a shorter text")
         begin, end = self._at, min(self._at + SCORED_ROWS, self._count)
         if begin < end:
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
@@ -73,14 +74,9 @@ class Scorer(ScoringJob):
         self.entries: list[dict[int, float] | None] = [None]
 
     def take(self, states: Tensor, begin: int) -> None:
-        logp = torch.log_softmax(states.float(), -1)  # [rows, V]
-        best = logp.topk(self._top, dim=-1) if self._top else None
-        for row in range(len(states)):
-            token = self.tokens[begin + row + 1]
-            entry = {token: float(logp[row, token])}
-            if best is not None:
-                entry.update({int(t): float(v) for t, v in zip(best.indices[row], best.values[row])})
-            self.entries.append(entry)
+        tokens = self.tokens[begin + 1 : begin + 1 + len(states)]
+        rows = ReferenceOps().logprob_rows(states, torch.tensor(tokens, device=states.device), self._top)
+        self.entries += logprobs(rows.tolist(), tokens, self._top)
 
 
 class Embedder(ScoringJob):
