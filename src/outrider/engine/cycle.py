@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..cache.store import ragged
 from ..models.decoder import TextModel
 from ..ops.reference import Backend
 from ..ops.trees import TreeRows
@@ -36,19 +37,10 @@ class Rows:
     @staticmethod
     @lru_cache(maxsize=512)
     def of(ks: tuple[int, ...], device: torch.device) -> Rows:
-        counts = [k + 1 for k in ks]
-        start = [0]
-        for n in counts:
-            start.append(start[-1] + n)
-        as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
-        return Rows(
-            max(ks),
-            as_long([b for b, n in enumerate(counts) for _ in range(n)]),
-            as_long([j for n in counts for j in range(n)]),
-            torch.tensor(start, dtype=torch.int32, device=device),
-            as_long(ks),
-            len(set(ks)) == 1,
-        )
+        offsets, owners, starts = ragged([(0, k + 1) for k in ks])
+        seq, offset, limit = (torch.tensor(values, device=device) for values in (owners, offsets, ks))
+        start = torch.tensor(starts, dtype=torch.int32, device=device)
+        return Rows(max(ks), seq, offset, start, limit, len(set(ks)) == 1)
 
     def flat(self, grid: Tensor) -> Tensor:
         """[B, K + 1] -> [R]"""
@@ -144,12 +136,6 @@ def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
     kv = pages.view(positions, seq.repeat_interleave(wide), start * wide, wide, x.max_context)
     streams = tuple(stream.index_select(0, at) for stream in out.streams)
     return replace(out, streams=streams, kv=kv, following=out.following.reshape(-1))
-
-
-def cut(draft: Draft, k: int) -> Draft:
-    """At most k tokens per sequence."""
-    sure = None if draft.confidence is None else draft.confidence[:, :k]
-    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), sure, draft.trees)
 
 
 def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:

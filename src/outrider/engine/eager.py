@@ -7,7 +7,7 @@ switched off for the requests concerned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,10 +20,10 @@ from ..spec.drafter import DraftBatch, Drafter
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.slot_sampling import sampling_batch
 from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
-from .cycle import CycleInput, Rows, cut, cycle, logprobs
+from .cycle import CycleInput, Rows, cycle, logprobs
 from .grammar import unpacked
 from .model_runner import ModelRunner
-from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
+from .step import Emitted, Executor, PendingStep, Plan, Scheduled, Seq, StepBatch, Trust
 
 log = logging.getLogger("outrider")
 
@@ -74,7 +74,8 @@ class EagerExecutor(Executor):
                 ks = draft.lengths.tolist()
                 widths = tuple(ks)
                 x.rows = Rows.of(widths, runner.device)
-                draft = cut(draft, x.rows.k)
+                sure = None if draft.confidence is None else draft.confidence[:, : x.rows.k]
+                draft = replace(draft, tokens=draft.tokens[:, : x.rows.k], confidence=sure)
         parents: list[Sequence[int]] = [range(k) for k in ks]  # of chains
         if draft is not None and draft.trees is not None:
             trees = [DraftTree(tree.tokens[:k], tree.parents[:k]) for tree, k in zip(draft.trees, ks)]
@@ -94,9 +95,9 @@ class EagerExecutor(Executor):
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only host sync of a cycle
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
-        sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
+        chances = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         confidence = [  # a copy of earlier text has none
-            None if sure is None or item.plan.drafter in (None, "ngram") else confidences(sure[i][: ks[i] + 1])
+            None if chances is None or item.plan.drafter in (None, "ngram") else confidences(chances[i][: ks[i] + 1])
             for i, item in enumerate(scheduled)
         ]
         verified: list[VerifiedTree | None] = [None] * len(scheduled)
@@ -128,22 +129,15 @@ class EagerExecutor(Executor):
             table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
-    def _input(self, scheduled: Sequence[ScheduledSeq], sampling: SamplingBatch) -> CycleInput:
-        device = self.runner.device
-        as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
-        return CycleInput(
-            rows=Rows.of(tuple(item.plan.max_drafted for item in scheduled), device),
-            slots=as_long([item.slot for item in scheduled]),
-            last=as_long([item.seq.tokens[-1] for item in scheduled]),
-            position=as_long([item.start for item in scheduled]),
-            sampling=sampling,
-            ops=self.runner.model.ops,
-            max_context=max(item.start + 1 + item.plan.max_drafted for item in scheduled),
-        )
+    def _input(self, scheduled: Scheduled, sampling: SamplingBatch) -> CycleInput:
+        device, lines = self.runner.device, [(x.slot, x.seq.tokens[-1], x.start) for x in scheduled]
+        slots, last, position = (torch.tensor(values, device=device) for values in zip(*lines))
+        rows = Rows.of(tuple(item.plan.max_drafted for item in scheduled), device)
+        reach = max(item.start + 1 + item.plan.max_drafted for item in scheduled)
+        return CycleInput(rows, slots, last, position, sampling, self.runner.model.ops, reach)
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
-    def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Mapping[str, Sequence[float]]) -> Draft:
-        """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.DraftPlan)."""
+    def propose(self, scheduled: Scheduled, x: CycleInput, trust: Trust) -> Draft:
         k, device = x.rows.k, self.runner.device
         by_drafter: dict[str | None, list[int]] = {}
         for i, item in enumerate(scheduled):
@@ -186,23 +180,15 @@ class EagerExecutor(Executor):
         return Draft(tokens, lengths, confidence, trees)
 
     @torch.inference_mode()
-    def drafts(
-        self, batch: StepBatch, sampling: SamplingBatch, apart: tuple[str | None, ...]
-    ) -> dict[int, DraftResult]:
-        """Drafts of a step that another executor runs, by index of the sequence; not those of the drafters `apart`."""
-        drafted = [item.plan.k and item.guess is None and item.plan.drafter not in apart for item in batch.decode]
-        which = [i for i, here in enumerate(drafted) if here]
-        if not which:
-            return {}
-        some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
-        scheduled = [batch.decode[i] for i in which]
+    def drafts(self, scheduled: Scheduled, sampling: SamplingBatch, trust: Trust) -> list[DraftResult]:
+        """Drafts for a step that another executor runs."""
         self.runner.catch_up([item.seq for item in scheduled])
-        draft = self.propose(scheduled, self._input(scheduled, some), batch.trust)
-        sure = draft.confidence.tolist() if draft.confidence is not None else [[]] * len(which)
+        draft = self.propose(scheduled, self._input(scheduled, sampling), trust)
+        sure = draft.confidence.tolist() if draft.confidence is not None else [[]] * len(scheduled)
         made = zip(draft.tokens.tolist(), map(confidences, sure), draft.lengths.tolist())
-        return {i: DraftResult(tokens, likely or [], length) for i, (tokens, likely, length) in zip(which, made)}
+        return [DraftResult(tokens, likely or [], length) for tokens, likely, length in made]
 
-    def _checked(self, draft: Draft, scheduled: Sequence[ScheduledSeq]) -> Draft:
+    def _checked(self, draft: Draft, scheduled: Scheduled) -> Draft:
         size, k = len(scheduled), max(item.plan.k for item in scheduled)
         if draft.trees is not None:
             if not all(0 <= parent <= j for tree in draft.trees for j, parent in enumerate(tree.parents)):
@@ -214,9 +200,7 @@ class EagerExecutor(Executor):
             raise ValueError("token ids outside the vocabulary")
         return draft
 
-    def _neural(
-        self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Mapping[str, Sequence[float]]
-    ) -> Draft:
+    def _neural(self, scheduled: Scheduled, which: list[int], x: CycleInput, trust: Trust) -> Draft:
         assert self.runner.drafter is not None
         drafter = self.runner.drafter.member(scheduled[which[0]].plan.drafter)
         if len(which) < len(scheduled):

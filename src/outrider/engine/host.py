@@ -67,12 +67,9 @@ class HostExecutor(Executor):
         if batch.decode:
             runner.store.flush()
             sampling = runner.sampling([item.seq for item in batch.decode])
-            ahead = {}
-            if self.ahead is not None:
-                ahead = self._draft_ahead(batch, sampling)
-            elif self.eager is not None:
+            if self.eager is not None:
                 runner.keep_unread([item.seq for item in batch.decode])
-                ahead = self.eager.drafts(batch, sampling, (self.mtp, self.block))
+            ahead = self._draft_ahead(batch, sampling) if self.ahead is not None or self.eager is not None else {}
             requests, inside = [], None
             for i, x in enumerate(batch.decode):
                 seq, each, guess = x.seq, x.plan, x.guess
@@ -93,22 +90,21 @@ class HostExecutor(Executor):
         return pending
 
     def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
-        """Drafts of a drafter whose round is a separate call, by index of the sequence."""
-        assert self.ahead is not None
-        which = [i for i, item in enumerate(batch.decode) if item.plan.k and item.guess is None]
+        """Drafts of drafters whose rounds are not part of the call, by index of the sequence."""
+        inside = (self.mtp, self.block)
+        drafted = [item.plan.k and item.guess is None and item.plan.drafter not in inside for item in batch.decode]
+        which = [i for i, here in enumerate(drafted) if here]
         if not which:
             return {}
         scheduled = [batch.decode[i] for i in which]
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
-        request = HostDraftRequest(
-            [x.seq.id for x in scheduled],
-            [x.seq.tokens for x in scheduled],
-            max(x.plan.k for x in scheduled),
-            some,
-            batch.trust.get(self.ahead.name),
-            [x.plan for x in scheduled],
-            len(batch.decode) == 1,
-        )
+        if self.ahead is None:
+            assert self.eager is not None
+            return dict(zip(which, self.eager.drafts(scheduled, some, batch.trust)))
+        ids, texts = [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled]
+        plans, trust = [x.plan for x in scheduled], batch.trust.get(self.ahead.name)
+        most, alone = max(plan.k for plan in plans), len(batch.decode) == 1
+        request = HostDraftRequest(ids, texts, most, some, trust, plans, alone)
         try:
             return dict(zip(which, self.ahead.draft_on_host(request)))
         except Exception as error:

@@ -1,9 +1,5 @@
-"""State that all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from,
-by slot.
-
-`ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` runs a text without continuing it; both are
-the same for every executor. `ModelRunner.sampling` returns the sampling parameters of a batch.
-"""
+"""State that all executors share: the model, the K/V cache, the drafter, sampling parameters and, by slot, the hidden
+states that drafts start from. `ModelRunner.prompts` runs the prompt chunks of a step for every executor."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from ..spec.slot_sampling import Joining, SamplingFeatures, SlotSampling, filter
 from ..types import ImageSpan, KVView, OutputRows
 from .adapters import AdapterPool
 from .metrics import Metrics
-from .step import ScheduledSeq, Seq
+from .step import Scheduled, ScheduledSeq, Seq
 
 if TYPE_CHECKING:
     from ..ops.cpu.block import UnreadRows
@@ -68,12 +64,7 @@ class ModelRunner:
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
-    def prompts(
-        self,
-        scheduled: Sequence[ScheduledSeq],
-        run: Callable[[Sequence[ScheduledSeq]], None] | None = None,
-        most: int = 0,
-    ) -> None:
+    def prompts(self, scheduled: Scheduled, run: Callable[[Scheduled], None] | None = None, most: int = 0) -> None:
         """Run prompt chunks, packed into few passes, each with the same bits as alone: up to the number of independent
         rows, and long chunks only with long ones, which have other attention kernels. run: another way to run a pass,
         of at most `most` rows (0: as many as are independent)."""
@@ -102,7 +93,7 @@ class ModelRunner:
             at = end
 
     @torch.inference_mode()
-    def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
+    def run(self, scheduled: Scheduled) -> None:
         """One forward pass over some chunks. A prompt's last hidden state is kept if its first draft starts from it."""
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         kv = self.view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
@@ -119,7 +110,7 @@ class ModelRunner:
         ids: Tensor,
         kv: KVView,
         last: OutputRows,
-        scheduled: Sequence[ScheduledSeq] = (),
+        scheduled: Scheduled = (),
         model: TextModel | None = None,
         following: Tensor | None = None,
     ) -> Tensor:
@@ -136,11 +127,7 @@ class ModelRunner:
         return out.features.index_select(0, last.rows)
 
     def extend(
-        self,
-        scheduled: Sequence[ScheduledSeq],
-        streams: tuple[Tensor, ...],
-        kv: KVView,
-        following: Tensor | None = None,
+        self, scheduled: Scheduled, streams: tuple[Tensor, ...], kv: KVView, following: Tensor | None = None
     ) -> None:
         """Let a drafter with its own K/V read a pass. following [R]: the next token of each row; None: the prompts'
         own. If it fails, these sequences continue without it."""
@@ -170,7 +157,7 @@ class ModelRunner:
             self.store.flush()
             self.unread.read([seq.held.slot for seq in seqs])
 
-    def switch_off(self, drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception) -> None:
+    def switch_off(self, drafter: str, scheduled: Scheduled, error: Exception) -> None:
         """The drafter failed on these sequences: they continue with plain decoding."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)

@@ -1,8 +1,7 @@
 """The plain data of one step, and the `Executor` protocol. Torch-free.
 
-The scheduler builds a `StepBatch`; an `Executor` plans (None: it cannot), launches and reads it. `eager` is the
-definition and plans everything, `host` runs a cycle in one call of a C library, `graphs` replays a CUDA graph; `pick`
-chooses one per step.
+The scheduler builds a `StepBatch`; an `Executor` plans, launches and reads it. `eager` is the definition, `host` runs a
+cycle in one call of a C library, `graphs` replays a CUDA graph; `pick` chooses one per step.
 """
 
 from __future__ import annotations
@@ -143,12 +142,16 @@ class ScheduledSeq(NamedTuple):
     guess: Sequence[int] | None = None
 
 
+Scheduled = Sequence[ScheduledSeq]
+# acceptance by a drafter's confidence, of the drafters whose drafts may end themselves
+Trust = Mapping[str, Sequence[float]]
+
+
 @dataclass(slots=True)
 class StepBatch:
     prompts: list[ScheduledSeq] = field(default_factory=list)
     decode: list[ScheduledSeq] = field(default_factory=list)
-    # acceptance by a drafter's confidence, of the drafters whose drafts may end themselves
-    trust: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    trust: Trust = field(default_factory=dict)
 
     @property
     def adapted(self) -> bool:
@@ -198,19 +201,15 @@ class Executor(Protocol):
 
     def plan(self, batch: StepBatch) -> Plan | None:
         """How this step would run here, with everything prepared for it; None: it cannot."""
-        ...
 
     def launch(self, plan: Plan) -> PendingStep:
         """Start a step that this executor planned."""
-        ...
 
     def read(self, pending: PendingStep) -> list[Emitted]:
         """One entry per decoding sequence, in order. Waits for this step, not for later ones."""
-        ...
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """Run one part of a step on scratch sequences to completion, for timing."""
-        ...
 
     def prepare(self) -> str:
         """For servers: create now (captured graphs) what the first requests would wait for. Returns a line about it."""
