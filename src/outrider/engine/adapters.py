@@ -95,8 +95,7 @@ class AdapterPool:
     def remove(self, name: str) -> None:
         """Running requests keep it until they end."""
         with self._lock:
-            if self.paths.pop(name, None) is None:
-                raise OutriderError(self._unknown(name))
+            require(self.paths.pop(name, None) is not None, self._unknown(name))
             self._loaded.pop(name, None)
 
     def get(self, name: str) -> Adapter:

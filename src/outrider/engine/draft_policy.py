@@ -1,8 +1,5 @@
-"""Decides what each decoding sequence drafts: the controller's choice, within the drafter's limits and the request's
-settings.
-
-`DraftPolicy.plan` makes one `DraftPlan` per sequence and step; executors carry it out. Torch-free.
-"""
+"""Decides what each decoding sequence drafts, one `DraftPlan` per sequence and step: the controller's choice, within
+the drafter's limits and the request's settings. Torch-free."""
 
 from __future__ import annotations
 

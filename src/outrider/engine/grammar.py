@@ -1,8 +1,7 @@
 """Structured output: a grammar becomes token masks that advance along a draft. Torch-free.
 
 Before a verify pass the engine calls `bits(drafts)`: one row per position of the draft and one after it, so that the
-output equals that of masked plain decoding. `advance(tokens)` commits. `GrammarCompiler` needs `llguidance` (extra
-`serve`).
+output equals that of masked plain decoding. `advance(tokens)` commits.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import random
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,8 +36,7 @@ class GrammarMatcher:
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start, self._inner = start, start.deep_copy()
         self._taken: list[int] = []  # committed tokens, to restore the state after a draft broke the parser
-        self._vocab = vocab_size
-        self._eos = list(eos_ids)
+        self._vocab, self._eos = vocab_size, list(eos_ids)
         self._masks, self._spent = 0, 0.0  # computed so far, and their processor time
         self.failed: str | None = None
 
@@ -115,25 +114,25 @@ class GrammarMatcher:
                 row[token >> 5] |= np.uint32(1 << (token & 31)).astype(np.int32)
 
 
+@dataclass(frozen=True)
 class CompiledGrammar:
     """A compiled grammar. Cheap to share: `matcher()` copies the start state."""
 
-    def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._start = start
-        self._vocab = vocab_size
-        self._eos = tuple(eos_ids)
+    start: LLMatcher
+    vocab_size: int
+    eos_ids: tuple[int, ...]
 
     def matcher(self) -> GrammarMatcher:
-        return GrammarMatcher(self._start, self._vocab, self._eos)
+        return GrammarMatcher(self.start, self.vocab_size, self.eos_ids)
 
     def rehearse(self) -> None:
         """Refuse a grammar that compiles fast and has slow masks: follow a few allowed tokens."""
         matcher, rng = self.matcher(), random.Random(0)
         for _ in range(REHEARSED):
-            allowed = unpacked(matcher.bits([]), self._vocab)[0]
+            allowed = unpacked(matcher.bits([]), self.vocab_size)[0]
             if matcher.slow:
                 raise OutriderError(f"{matcher.failed}")
-            allowed[list(self._eos)] = False
+            allowed[list(self.eos_ids)] = False
             tokens = np.flatnonzero(allowed)
             if matcher.done or not len(tokens):
                 return

@@ -58,16 +58,13 @@ class PrefillBudget:
 
     def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:
         """Prompt tokens of a step, and whether decoding sequences limit them."""
-        crowd = self._crowd(decoding, waiting)
+        if waiting and 4 * waiting >= decoding:
+            crowd = self.idle
+        else:  # fewer, the smaller the share of sequences that wait for prefill
+            crowd = min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
         if decoding and 0 < self.with_decodes >= crowd:
             return self.with_decodes, True
         return max(self.chunk + self.chunk // 4, crowd), False  # a quarter: short prompts ride along with a long one
-
-    def _crowd(self, decoding: int, waiting: int) -> int:
-        """`idle` if a fifth of all sequences wait for prefill, fewer the smaller their share."""
-        if 4 * waiting >= decoding and waiting:
-            return self.idle
-        return min(self.batched, self.batched * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def charge(self, rows: int, others: int) -> int:
         """Rows charged to a client for its prompt next to `others`' streams: on a CPU it has the time of one."""

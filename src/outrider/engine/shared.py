@@ -49,8 +49,12 @@ class SharedEngine:
             self._left.extend(id for id in there if id in going)
             # An iterator may be collected in the middle of a step, even in the thread that runs it: then the next step
             # aborts its requests.
-            if self._left and self._take_turn():
-                self._step()
+            if self._left:
+                with self._lock:
+                    free = not self._stepping and not self._joining
+                    self._stepping = self._stepping or free
+                if free:
+                    self._step()
 
     def _join(self, requests: Sequence[Request], box: Box) -> None:
         with self._lock:
@@ -76,13 +80,6 @@ class SharedEngine:
                 return  # another caller's step has produced it
             self._stepping = True
         self._step()
-
-    def _take_turn(self) -> bool:
-        with self._lock:
-            if self._stepping or self._joining:
-                return False
-            self._stepping = True
-            return True
 
     def _step(self) -> None:
         """Called by the caller that holds the turn; releases it."""

@@ -18,11 +18,12 @@ from functools import cached_property
 
 from tokenizers import Tokenizer as Backend
 
-from ..types import Json, OutriderError
+from ..types import Json, OutriderError, require
 
 Variables = Mapping[str, Json]
 # (messages, tools, variables) -> the template's text
 Renderer = Callable[[Sequence[Mapping[str, Json]], Json, Variables], str]
+SPELLED = "a message spells control tokens, and this tokenizer"  # how errors begin
 PLAIN = "_-.,/:\"'"  # punctuation of keys, roles and JSON: never replaced
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -78,9 +79,7 @@ class SpecialTokenGuard:
         if [m[0] for m in self._all.finditer(plain)] == found and self._no_more(ids, found):
             return ChatPrompt(ids, written, plain)
         ids = self._encode_apart(written, back)
-        if not self._no_more(ids, found):
-            odd = "a message spells control tokens, and this tokenizer cannot tell them from the template's"
-            raise OutriderError(f"{odd}: leave them out")
+        require(self._no_more(ids, found), f"{SPELLED} cannot tell them from the template's: leave them out")
         return ChatPrompt(ids, written, plain)
 
     def _no_more(self, ids: Iterable[int], found: Iterable[str]) -> bool:
@@ -131,10 +130,7 @@ class SpecialTokenGuard:
             model["unk_token"] = names[model["unk_token"]]
         twin = Backend.from_str(json.dumps(raw))
         odd = next((text for text, index in self._ids.items() if twin.token_to_id(names[text]) != index), None)
-        if odd is not None:
-            raise OutriderError(
-                f"a message spells control tokens, and this tokenizer cannot take {odd} for text: leave them out"
-            )
+        require(odd is None, f"{SPELLED} cannot take {odd} for text: leave them out")
         return twin, names
 
 

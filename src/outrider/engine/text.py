@@ -11,16 +11,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import jinja2
 
-from ..types import Json, OutriderError, TextFiles
+from ..types import Json, OutriderError, TextFiles, bad_input, require
 from .chat_template import ChatTemplate, reserved
 from .special_tokens import ChatPrompt, SpecialTokenGuard
-
-if TYPE_CHECKING:
-    import tokenizers
 
 Messages = Sequence[Mapping[str, Json]]
 LONG = 8 << 10  # characters from which a text is encoded in another process
@@ -37,20 +33,19 @@ def _byte_alphabet() -> dict[str, int]:
 class Tokenizer:
     def __init__(self, files: TextFiles) -> None:
         if files.build is None:
-            raise OutriderError(
-                f"{files.where} has no tokenizer (tokenizer.json is missing): fetch it with the checkpoint"
-            )
+            missing = f"{files.where} has no tokenizer (tokenizer.json is missing)"
+            raise OutriderError(f"{missing}: fetch it with the checkpoint")
         self.files = files
         self.backend = files.build()  # a tokenizers.Tokenizer
         self.eos_ids: tuple[int, ...] = files.eos_ids
-        self.bos_id: int | None = files.bos_id
-        self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         if not self.eos_ids and "eos_token" in files.specials:
             index = self.backend.token_to_id(files.specials["eos_token"])
             self.eos_ids = () if index is None else (index,)
-        steps = _decoder_steps(self.backend)
+        # the library exposes the decoder's parts only as JSON
+        decoder = None if self.backend.decoder is None else json.loads(self.backend.decoder.__getstate__())
+        steps = [] if decoder is None else decoder.get("decoders", [decoder])
         kinds = {step.get("type") for step in steps}
         if not kinds & {"ByteLevel", "Metaspace", "Replace"}:
             raise OutriderError(f"{files.where}: a tokenizer with decoder {sorted(map(str, kinds))} is not supported")
@@ -69,9 +64,9 @@ class Tokenizer:
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """`bos`: this is the start of a prompt, so the tokenizer's prefix tokens are added."""
-        ids = self.ids(text, bos)
-        if bos and self.files.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids.insert(0, self.bos_id)
+        ids, first = self.ids(text, bos), self.files.bos_id if bos and self.files.add_bos else None
+        if first is not None and ids[:1] != [first]:
+            ids.insert(0, first)
         return ids
 
     def ids(self, text: str, special: bool) -> list[int]:
@@ -156,11 +151,9 @@ class Tokenizer:
     def render(
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
     ) -> str:
-        if self.files.chat_template is None:
-            raise OutriderError(f"{self.files.where} has no chat template: send a plain prompt")
+        require(self.has_chat_template, f"{self.files.where} has no chat template: send a plain prompt")
         odd = next(filter(reserved, variables), None)
-        if odd is not None:
-            raise OutriderError(f"the chat template's variable '{odd[:40]}' can't be set")
+        require(odd is None, f"the chat template's variable '{str(odd)[:40]}' can't be set")
         given = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None}
         given |= {"add_generation_prompt": add_generation_prompt, **variables, **self.files.specials}
         elsewhere = self.render_elsewhere
@@ -177,10 +170,9 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        try:
+        broken = f"{self.files.where}: the chat template is broken"
+        with bad_input(jinja2.TemplateError, lambda error: f"{broken}: {str(error)[:200]}"):
             return ChatTemplate(self.files.chat_template or "")
-        except jinja2.TemplateError as error:
-            raise OutriderError(f"{self.files.where}: the chat template is broken: {str(error)[:200]}") from None
 
 
 class Detokenizer:
@@ -214,14 +206,6 @@ class Detokenizer:
             self._strip = False
             return text.removeprefix(" ")
         return text
-
-
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Json]]:
-    """The decoder's parts; the library exposes them only as JSON."""
-    if backend.decoder is None:
-        return []
-    whole = json.loads(backend.decoder.__getstate__())
-    return list(whole["decoders"]) if whole.get("type") == "Sequence" else [whole]
 
 
 def overlap(text: str, stop: str) -> int:

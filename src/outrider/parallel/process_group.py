@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.split import Collectives, TPRank
-from ..types import OutriderError
+from ..types import require
 from .watch import LOOK, Watch
 
 if TYPE_CHECKING:
@@ -62,14 +62,12 @@ def is_worker() -> bool:
 def _number(name: str) -> int:
     """A number of the environment, such as RANK; 0 if it is not set."""
     text = os.environ.get(name, "0")
-    if not text.isdecimal():
-        raise OutriderError(f"{name} in the environment must be a whole number, got {text!r}")
+    require(text.isdecimal(), f"{name} in the environment must be a whole number, got {text!r}")
     return int(text)
 
 
 def follow_to_the_end() -> None:
-    """Ends a process that the first one started when the first one ends, even while it still waits for the others,
-    which may take minutes."""
+    """Ends a process that the first one started when the first one ends, even while it still waits for the others."""
 
     def look() -> None:
         while os.getppid() == _number(FIRST):
@@ -86,20 +84,18 @@ class ProcessGroup(Collectives):
 
     def __init__(self, store: dist.Store, device: torch.device, watch: Watch):
         self.tp, self.device, self.watch, self.children = watch.tp, device, watch, watch.children
-        tp = self.tp
+        tp, cuda = self.tp, device.type == "cuda"
         self.captured: list[GraphExecutor] = []  # their graphs hold collectives: NCCL cannot end before they are freed
         self._open = True
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if cuda else "gloo",
             store=dist.PrefixStore("team", store),
             rank=tp.rank,
             world_size=tp.world,
             timeout=FOREVER,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if cuda else None,
         )
-        self.control_group = (
-            dist.new_group(backend="gloo", timeout=FOREVER) if device.type == "cuda" else dist.group.WORLD
-        )
+        self.control_group = dist.new_group(backend="gloo", timeout=FOREVER) if cuda else dist.group.WORLD
         ProcessGroup.here = self
         atexit.register(self.close)
 
@@ -118,8 +114,6 @@ class ProcessGroup(Collectives):
         wide = max(widths)
         mine = F.pad(mine, (0, wide - mine.shape[1])) if mine.shape[1] < wide else mine.contiguous()
         every = self._every(mine)
-        if self.tp.world == 1:
-            return every[0]
         return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
 
     def _every(self, mine: Tensor) -> Tensor:
@@ -152,10 +146,8 @@ class ProcessGroup(Collectives):
         with parting():
             dist.all_gather_object(every, (numbers, error), group=self.control_group)
         for rank, (_, wrong) in enumerate(every):
-            if wrong is not None:
-                raise OutriderError(
-                    wrong if rank == 0 else f"process {rank} of --tensor-parallel {self.tp.world}: {wrong}"
-                )
+            where = f"process {rank} of --tensor-parallel {self.tp.world}: " if rank else ""
+            require(wrong is None, f"{where}{wrong}")
         return [min(each) for each in zip(*(found for found, _ in every))]
 
     # ---- the end
@@ -190,28 +182,21 @@ class ProcessGroup(Collectives):
             child.kill()
 
     def _force(self) -> None:
-        for child in self.children:
-            child.kill()
+        self.abandon()
         os._exit(1)
 
 
 def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> ProcessGroup:
     """This process's group. The first process starts the others (with `command`) unless they run already."""
-    if world < 1:
-        raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")
-    if dist.is_initialized():
-        raise OutriderError("one tensor-parallel model at a time: close the first one")
+    require(not dist.is_initialized(), "one tensor-parallel model at a time: close the first one")
     place = _place(device, world)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, there = _number("RANK"), _number("WORLD_SIZE")
-        if there != world:
-            raise OutriderError(
-                f"{there} processes were started and --tensor-parallel asks for {world}: give both the same number"
-            )
+        asked = f"--tensor-parallel asks for {world}: give both the same number"
+        require(there == world, f"{there} processes were started and {asked}")
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
-        return ProcessGroup(
-            store, place, Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), [])
-        )
+        watch = Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), [])
+        return ProcessGroup(store, place, watch)
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
     children = [_start(command, rank, world, store.port, place.type) for rank in range(1, world)]
     return ProcessGroup(store, place, Watch(TPRank(0, world), "127.0.0.1", store.port, children))
@@ -236,19 +221,13 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) 
 
 def _place(device: str | None, world: int) -> torch.device:
     """One GPU per process, in the order of the local ranks; or the CPU."""
-    if device is not None and device.startswith("cuda:"):
-        raise OutriderError(
-            f"--device {device} names one GPU, --tensor-parallel {world} takes several: choose them with "
-            f"CUDA_VISIBLE_DEVICES"
-        )
+    several = f"--tensor-parallel {world} takes several: choose them with CUDA_VISIBLE_DEVICES"
+    require(not (device or "").startswith("cuda:"), f"--device {device} names one GPU, {several}")
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     local, here = _number("LOCAL_RANK"), torch.cuda.device_count()
-    if "RANK" not in os.environ and here < world:
-        raise OutriderError(
-            f"--tensor-parallel {world} needs {world} GPUs, torch sees {here}: take fewer, or --device cpu"
-        )
-    if local >= here:
-        raise OutriderError(f"local rank {local} has no GPU of its own: torch sees {here}")
+    enough, seen = "RANK" in os.environ or here >= world, f"torch sees {here}"
+    require(enough, f"--tensor-parallel {world} needs {world} GPUs, {seen}: take fewer, or --device cpu")
+    require(local < here, f"local rank {local} has no GPU of its own: {seen}")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

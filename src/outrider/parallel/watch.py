@@ -1,9 +1,8 @@
 """Detects lost peers: a thread in every process ends it when another process of the group is lost.
 
-A collective with a lost process would wait for ever. So rank 0 polls the processes it started (four times per second),
-and every process writes a heartbeat into rank 0's store once per second. Rank 0 ends the run with a one-line error when
-a process has ended, or has sent no heartbeat for `SILENCE` seconds; the others end silently when the store is gone,
-since rank 0 has reported why.
+A collective with a lost process would wait for ever. So rank 0 polls the processes it started, and every process writes
+a heartbeat into rank 0's store once per second. Rank 0 ends the run with a one-line error when a process has ended, or
+has sent no heartbeat for `SILENCE` seconds; the others end silently when the store is gone.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ class Watch:
             while self.gone is None and time.monotonic() < until:
                 self.gone = self.gone or self._ended()
                 time.sleep(LOOK / 10)
-            self.gone = (
-                self.gone
-                or f"the processes of --tensor-parallel {self.tp.world} lost one another ({why.splitlines()[0][:120]})"
-            )
+            lost = f"the processes of --tensor-parallel {self.tp.world} lost one another"
+            self.gone = self.gone or f"{lost} ({why.splitlines()[0][:120]})"
         if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
             time.sleep(3600)  # the thread ends the process; print nothing else
 
@@ -82,10 +79,8 @@ class Watch:
             code = child.poll()
             if code is not None and not self.ending:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return (
-                    f"process {rank} of --tensor-parallel {self.tp.world} (pid {child.pid}) {how}: the run cannot "
-                    f"go on without it"
-                )
+                which = f"process {rank} of --tensor-parallel {self.tp.world} (pid {child.pid})"
+                return f"{which} {how}: the run cannot go on without it"
         return None
 
     def _silent(self, store: dist.Store, signs: dict[int, tuple[int, float]]) -> str | None:
