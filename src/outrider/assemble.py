@@ -146,11 +146,8 @@ def _assemble(
         limit = int(engine_config.prefix_store_size * 2**30)
         engine.store.disk = PrefixStore(engine.store, folder, limit, identity)
     if device.type == "cuda":
-        gib = engine.store.bytes() / 2**30
-        say(
-            f"K/V: {engine.kv_budget.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, "
-            f"{engine.max_context:,} tokens each"
-        )
+        size_kv = f"{engine.kv_budget.tokens:,} tokens in {engine.store.nbytes / 2**30:.1f} GiB"
+        say(f"K/V: {size_kv}; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
     if spec.draft_tokens is not None or not names:
         return Assembled(engine, note, size, None, vision)
     trained_for = drafter.trained_for if drafter is not None else None

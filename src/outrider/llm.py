@@ -96,7 +96,7 @@ class LLM:
     @property
     def nbytes(self) -> int:
         """Bytes of the target's weights and of all sequences' K/V (with tensor parallelism: of this process)."""
-        return self._weight_bytes + self.engine.store.bytes() + (self.adapters.nbytes if self.adapters else 0)
+        return self._weight_bytes + self.engine.store.nbytes + (self.adapters.nbytes if self.adapters else 0)
 
     def __enter__(self) -> LLM:
         return self
@@ -201,9 +201,8 @@ class LLM:
         unknown = set(prompt) - {"text", "images"}
         given = prompt.get("images", ())
         if unknown or not isinstance(prompt.get("text"), str | list) or not isinstance(given, list | tuple | None):
-            raise OutriderError(
-                "a prompt with images is {'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
-            )
+            form = "{'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
+            raise OutriderError(f"a prompt with images is {form}")
         text, images = prompt["text"], list(given or ())
         if not images:
             return self._encode(text)

@@ -67,7 +67,7 @@ def test_steps_with_and_without_adapters_keep_the_fast_path(llm: LLM) -> None:
         both[event.id] += event.tokens
     assert list(both.values()) == [plain, adapted]
     assert llm.generate([PROMPT], params, adapter="a", drafter=False)[0].token_ids == adapted
-    assert llm.nbytes > llm._weight_bytes + llm.engine.store.bytes()
+    assert llm.nbytes > llm._weight_bytes + llm.engine.store.nbytes
 
 
 def test_unknown_names_are_refused(llm: LLM, files: Path) -> None:

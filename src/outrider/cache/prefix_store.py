@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..types import GroupName, OutriderError
+from ..types import GroupName, bad_input
 from .prefix import chain
 
 if TYPE_CHECKING:
@@ -56,12 +56,10 @@ class PrefixStore:
         shapes = " ".join(f"{name}{tuple(t.shape[1:])}" for name in self._names for t in kv.layers[name])
         self._id = hashlib.blake2b(f"{identity} {shapes}".encode(), digest_size=16).digest()
         self._folder = folder / self._id.hex()
-        try:
+        with bad_input(OSError, lambda e: f"can't use the prefix store {folder}: {e.strerror or e}"):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for made in (folder, self._folder):
                 made.chmod(0o700)
-        except OSError as e:
-            raise OutriderError(f"can't use the prefix store {folder}: {e.strerror or e}") from None
         self._waiting: deque[tuple[int, bytes, float]] = deque()  # pages to be copied out: number, hash, time of use
         self._queued = 0  # bytes
         self._size: int | None = None  # bytes of the folder's files by our count; None: not counted yet

@@ -121,7 +121,7 @@ class KVStore:
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
             self.keys[i], self.values[i] = keys, values = zeros(shape, dtype), zeros(shape, dtype)
             self.layers[attn.group] += [keys.view(torch.uint8), values.view(torch.uint8)]
-        self._bytes = self.bytes()
+        self.nbytes = sum(t.nbytes for layers in self.layers.values() for t in layers)
         self._ahead: dict[GroupName, HugePageWarmer] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for padding rows of a batch.
@@ -151,7 +151,7 @@ class KVStore:
 
     def taken(self) -> int:
         """Bytes that K/V holds now, where memory is allocated ahead; elsewhere all of it counts."""
-        return sum(ahead.bytes for ahead in self._ahead.values()) if self._ahead else self._bytes
+        return sum(ahead.bytes for ahead in self._ahead.values()) if self._ahead else self.nbytes
 
     def _bound(self, window: int) -> int:
         """Pages that a sequence can hold at once in a sliding group."""
@@ -297,9 +297,6 @@ class KVStore:
     def pages(self) -> KVPages:
         """The whole cache as kernels see it, with one table row per slot."""
         return KVPages(self.spec.page_size, self.keys, self.values, self.tables)
-
-    def bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values) if t is not None)
 
     def check(self) -> None:
         """Audit every pool against every holder, and the tables against the page lists."""

@@ -118,8 +118,14 @@ class Engine:
     @property
     def metrics(self) -> Metrics:
         """The counters so far; thread-safe."""
-        self._metrics.look(self.scheduler, self.store, self.runner)
-        return self._metrics
+        found, store, scheduler = self._metrics, self.store, self.scheduler
+        found.running, found.waiting = len(scheduler.running), len(scheduler.waiting)
+        found.preemptions, found.prefill_seconds = scheduler.preemptions, self.runner.prompt_seconds
+        if store.disk is not None:
+            found.prefix_pages_read, found.prefix_pages_written = store.disk.pages_read, store.disk.pages_written
+        found.free_pages = {name: group.pool.free for name, group in store.groups.items()}
+        found.kv_bytes = store.taken()
+        return found
 
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one supports everything."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..types import OutriderError
+from ..types import OutriderError, bad_input
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -198,10 +198,9 @@ def schema_grammar(schema: object) -> str:
     import llguidance
 
     make = llguidance.LLMatcher.grammar_from_json_schema
-    try:
+    why = lambda error: f"the JSON schema can't be compiled: {first_line(str(error))}"  # noqa: E731
+    with bad_input((ValueError, TypeError, RecursionError), why):
         return str(make(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(e))}") from e
 
 
 def first_line(text: str) -> str:

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 from ..types import Counts
 
 if TYPE_CHECKING:
-    from ..cache.store import KVStore
-    from .model_runner import ModelRunner
-    from .scheduler import Scheduler
     from .step import Emitted, Seq
 
 
@@ -58,11 +55,3 @@ class Metrics(Counts):
         if seq.adapter is not None:
             self.drafted_by_adapter[seq.adapter.name] += drafted
             self.accepted_by_adapter[seq.adapter.name] += accepted
-
-    def look(self, scheduler: Scheduler, store: KVStore, runner: ModelRunner) -> None:
-        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
-        self.preemptions = scheduler.preemptions
-        if store.disk is not None:
-            self.prefix_pages_read, self.prefix_pages_written = store.disk.pages_read, store.disk.pages_written
-        self.free_pages = {name: group.pool.free for name, group in store.groups.items()}
-        self.kv_bytes, self.prefill_seconds = store.taken(), runner.prompt_seconds

@@ -71,7 +71,7 @@ class Leader:
         self.engine, self.team = engine, team
         self._known: dict[str, Known] = {}
         self._last: StepBatch | None = None
-        team.captured += captured(engine)
+        team.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
         engine.runner.divided = True
         engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.runner.scored = self._score
@@ -132,10 +132,6 @@ class Leader:
                 signal.signal(signal.SIGINT, before)
         if waiting:
             raise KeyboardInterrupt
-
-
-def captured(engine: Engine) -> list[GraphExecutor]:
-    return [executor for executor in engine.executors if isinstance(executor, GraphExecutor)]
 
 
 def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> Pages:
@@ -280,7 +276,7 @@ def follow(engine: Engine, team: ProcessGroup) -> None:
     """Executes rank 0's commands until rank 0 ends the run."""
     follower = Follower(engine)
     engine.runner.divided = True
-    team.captured += captured(engine)
+    team.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
     with torch.inference_mode():
         while True:
             command = team.receive()
