@@ -41,7 +41,7 @@ from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .spec.pair import DrafterPair
-from .types import OutriderError, require
+from .types import OutriderError
 from .weights import hub, load_drafter, load_target
 from .weights.adapter import load_adapter
 from .weights.files import Files, check_draft_model, fingerprint, text_files
@@ -255,7 +255,8 @@ def _load_drafter(
         return small, f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     kinds = "a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
-    require(files.config.get("model_type") != "medusa", f"{where} has Medusa heads; {kinds}")
+    if files.config.get("model_type") == "medusa":
+        raise OutriderError(f"{where} has Medusa heads; {kinds}")
     if is_block(files.config):
         mode = settings.quantize_drafter or settings.quantize
         note += f"; weights rounded to {mode}" if mode is not None else ""
@@ -268,7 +269,8 @@ def _load_drafter(
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
     reason = fits(own, target.config)
-    require(reason is None, f"drafter {where} does not fit {target.config.model_type}: {reason}")
+    if reason is not None:
+        raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
     drafter = MTPNet(own, parts, ops, target)
     made = MTPDrafter(ops.compile_drafter(drafter) if tp.world == 1 else drafter, target)
     if load_format == "auto":

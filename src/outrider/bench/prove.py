@@ -51,7 +51,9 @@ def prove(
             for drafter in llm.engine.controller.drafters:
                 branches = drafter == "mtp" and llm.engine.can.trees and not llm.engine.graphs
                 for k, tree in [*((k, 0) for k in ks), *([(4, MAX_DRAFT)] if branches else [])]:
-                    found = [llm.generate(p, params, k, drafter, tree)[0].token_ids for p in some]
+                    found = [
+                        llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in some
+                    ]
                     drafted = f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
                     yield identity(llm, some, plain, found, params, drafted)
             together = [c.token_ids for c in llm.generate([list(p) for p in some], params)]

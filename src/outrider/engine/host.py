@@ -101,10 +101,15 @@ class HostExecutor(Executor):
         if self.ahead is None:
             assert self.eager is not None
             return dict(zip(which, self.eager.drafts(scheduled, some, batch.trust)))
-        ids, texts = [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled]
-        plans, trust = [x.plan for x in scheduled], batch.trust.get(self.ahead.name)
-        most, alone = max(plan.k for plan in plans), len(batch.decode) == 1
-        request = HostDraftRequest(ids, texts, most, some, trust, plans, alone)
+        request = HostDraftRequest(
+            [x.seq.id for x in scheduled],
+            [x.seq.tokens for x in scheduled],
+            max(x.plan.k for x in scheduled),
+            some,
+            batch.trust.get(self.ahead.name),
+            [x.plan for x in scheduled],
+            len(batch.decode) == 1,
+        )
         try:
             return dict(zip(which, self.ahead.draft_on_host(request)))
         except Exception as error:
