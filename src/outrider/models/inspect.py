@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,20 +35,15 @@ class LayerSize:
 class ModelSize:
     config: ModelConfig
     layers: tuple[LayerSize, ...]
-    embedding: int
+    embedding: int  # also of the head, tied or not, which is read for every token
     ple_table: int
     outside: int  # outside layers and tables: the final norm and the projection of the per-layer embeddings
-
-    @property
-    def head(self) -> int:
-        """The head's matrix, tied or not: it is read for every token."""
-        return self.embedding
 
     @property
     def total(self) -> int:
         experts = self.config.moe.experts if self.config.moe else 0
         body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
-        return body + self.embedding + (0 if self.config.tied else self.head) + self.ple_table + self.outside
+        return body + self.embedding * (1 if self.config.tied else 2) + self.ple_table + self.outside
 
     def streamed(self, rows: float) -> float:
         """Parameters read by a pass over `rows` tokens, if the router chooses experts at random for each."""
@@ -58,7 +54,7 @@ class ModelSize:
         body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
         # tied: the head holds the row
         looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)
-        return body + self.head + self.outside + looked_up
+        return body + self.embedding + self.outside + looked_up
 
     @property
     def active(self) -> int:
@@ -79,7 +75,7 @@ def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
     """Operations of `rows` new tokens after `context` earlier ones. head_rows: rows whose output is needed."""
     config, last = size.config, size.config.kv_layers[-1]
     top_k = config.moe.top_k if config.moe else 0
-    total = 2.0 * head_rows * size.head + 2.0 * rows * (size.outside - config.hidden)
+    total = 2.0 * head_rows * size.embedding + 2.0 * rows * (size.outside - config.hidden)
     for i, (layer, part) in enumerate(zip(config.layers, size.layers, strict=True)):
         attn, through = layer.attn, rows if i <= last else min(rows, head_rows)
         seen = context + (rows + 1) / 2  # keys that a row sees, on average
@@ -147,13 +143,7 @@ def row_numbers(config: ModelConfig) -> int:
 def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
     """Tokens of one sequence whose K/V, at `item` bytes per number, fits next to weights and working memory."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
-    if free < kv_bytes(config, 1, item):
-        return 0
-    low, high = 1, config.max_context + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if kv_bytes(config, middle, item) <= free else (low, middle)
-    return low
+    return max(0, bisect_right(range(config.max_context + 1), free, key=lambda n: kv_bytes(config, n, item)) - 1)
 
 
 def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
@@ -186,6 +176,7 @@ def report(
     """What `outrider inspect` shows. `context`: where passes are compared; weight_bytes: per weight that a token
     reads; total_bytes: of all weights; kv_item: per number of K/V."""
     size = model_size(config)
+    head = 0 if config.tied else size.embedding
     total = size.total * weight_bytes if total_bytes is None else total_bytes
     return {
         "model_type": config.model_type,
@@ -194,9 +185,9 @@ def report(
         "active_parameters": size.active,
         "parameters_by_part": {
             "embedding": size.embedding,
-            "head": 0 if config.tied else size.head,
+            "head": head,
             "per_layer_embedding": size.ple_table,
-            "layers": size.total - size.embedding - (0 if config.tied else size.head) - size.ple_table - size.outside,
+            "layers": size.total - size.embedding - head - size.ple_table - size.outside,
             "other": size.outside,
         },
         "vocabulary": config.vocab_size,
