@@ -31,12 +31,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}")
 
 def adaptable_weights(model: TextModel) -> dict[str, DeviceWeight]:
     """The weights that an adapter may change, by canonical name."""
-    found = {f"layers.{i}.{f}": getattr(block, f) for i, block in enumerate(model.blocks) for f in ADAPTED}
-    for i, side in enumerate(model.ple_blocks):
-        found |= {f"layers.{i}.ple_gate": side.gate, f"layers.{i}.ple_out": side.out}
-    if model.ple_input is not None:
-        found["ple_proj"] = model.ple_input.proj
-    return found
+    names = ADAPTED if model.ple_input is None else (*ADAPTED, "ple_gate", "ple_out")
+    found = {f"layers.{i}.{name}": getattr(block, name) for i, block in enumerate(model.blocks) for name in names}
+    return found if model.ple_input is None else {**found, "ple_proj": model.ple_input.proj}
 
 
 def weight_names(model: TextModel) -> dict[int, str]:  # by `id` of the weight

@@ -72,6 +72,9 @@ class Block:
     down_bias: Tensor | None
     post_mlp_norm: Tensor | None
     scalar: Tensor | None  # [1], multiplies the whole residual stream
+    ple_gate: DeviceWeight | None  # [ple, H], per-layer embeddings
+    ple_out: DeviceWeight | None  # [H, ple]
+    ple_post_norm: Tensor | None
     next_norm: Tensor  # the norm of this layer's output: the next layer's, or the final one
 
 
@@ -92,13 +95,6 @@ def gather_blocks(
 
 def vector(weights: Mapping[str, DeviceWeight], name: str) -> Tensor | None:
     return as_tensor(weights[name]) if name in weights else None
-
-
-@dataclass(frozen=True)
-class PerLayerBlock:
-    gate: DeviceWeight  # [ple, H]
-    out: DeviceWeight  # [H, ple]
-    post_norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -140,12 +136,8 @@ class TextModel:
         self.blocks = gather_blocks(weights, config.layers, rope_of, first=tp.rank == 0)
         self.experts = [self.routed(weights, i) for i in range(len(config.layers))] if config.moe else None
         self.ple_input: PerLayerInput | None = None
-        self.ple_blocks: list[PerLayerBlock] = []
         if config.ple_dim:
             self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], as_tensor(weights["ple_norm"]))
-            for i in range(len(config.layers)):
-                gate, out, post_norm = (weights[f"layers.{i}.ple_{name}"] for name in ("gate", "out", "post_norm"))
-                self.ple_blocks.append(PerLayerBlock(gate, out, as_tensor(post_norm)))
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows `wanted`."""
@@ -197,9 +189,9 @@ class TextModel:
             x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
             x, h = self.mixed(routed, block, h, router_in, expert_in, x)
         if ple is not None:
-            side = self.ple_blocks[i]
-            y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
-            x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
+            assert block.ple_gate is not None and block.ple_out is not None
+            y = ops.linear(ops.linear_act_mul(x, block.ple_gate, ple[i], act), block.ple_out)
+            x, h = ops.residual_norm(x, y, block.ple_post_norm, block.scalar, block.next_norm, eps)
         if i + 1 == len(self.blocks):
             return x, h
         following = self.blocks[i + 1]

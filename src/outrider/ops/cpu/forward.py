@@ -164,9 +164,10 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
         stack.c.ple_embed, stack.c.ple_proj = ops.c_weight(source.table), ops.c_weight(source.proj)
         stack.c.ple_token_scale = table_scale(source.table, config.ple_dim**0.5)
         stack.c.ple_proj_scale = config.hidden**-0.5
-        for c, side in zip(stack.layers, model.ple_blocks, strict=True):
-            c.ple_gate, c.ple_out, c.ple_post_norm = ops.c_weight(side.gate), ops.c_weight(side.out), at(side.post_norm)
-        stack.keep += [source, model.ple_blocks]
+        for c, block in zip(stack.layers, model.blocks, strict=True):
+            c.ple_gate, c.ple_out = ops.c_weight(block.ple_gate), ops.c_weight(block.ple_out)
+            c.ple_post_norm = at(block.ple_post_norm)
+        stack.keep.append(source)
     return CompiledModel(model, stack)
 
 
