@@ -12,26 +12,35 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
-from .config import Foreign, LayerSpec, ModelConfig, _activation, _field, _gemma4_layers, _llama_layers, misread
+from .config import (
+    Foreign,
+    ForeignDict,
+    LayerSpec,
+    ModelConfig,
+    _activation,
+    _alike_layers,
+    _field,
+    _gemma4_layers,
+    misread,
+)
 
 Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
 Markov = Literal["vanilla", "gated", "rnn"]
 KINDS: tuple[Kind, ...] = ("dflash", "dflash2", "dspark", "eagle3")
-ARCHITECTURES: dict[str, Kind] = {
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash2",
-    "DSparkDraftModel": "dspark",
-    "Qwen3DSparkModel": "dspark",
-    "Gemma4DSparkModel": "dspark",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "Qwen3Eagle3Model": "eagle3",
-    "Gemma4Eagle3Model": "eagle3",
-}
-DEEPSEEK = ("Qwen3DSparkModel", "Gemma4DSparkModel", "Qwen3Eagle3Model", "Gemma4Eagle3Model")
 Layout = Literal["z-lab", "deepseek", "speculators", "eagle3"]
+ARCHITECTURES: dict[str, tuple[Kind, Layout]] = {
+    "DFlashDraftModel": ("dflash", "z-lab"),
+    "DFlash2DraftModel": ("dflash2", "z-lab"),
+    "DSparkDraftModel": ("dspark", "z-lab"),
+    "Qwen3DSparkModel": ("dspark", "deepseek"),
+    "Gemma4DSparkModel": ("dspark", "deepseek"),
+    "LlamaForCausalLMEagle3": ("eagle3", "eagle3"),
+    "Eagle3LlamaForCausalLM": ("eagle3", "eagle3"),
+    "Eagle3Qwen3ForCausalLM": ("eagle3", "eagle3"),
+    "Eagle3Speculator": ("eagle3", "speculators"),
+    "Qwen3Eagle3Model": ("eagle3", "deepseek"),
+    "Gemma4Eagle3Model": ("eagle3", "deepseek"),
+}
 # Kinds that speculators writes and that are refused by name.
 REFUSED = {"peagle": "P-EAGLE (speculators)", "mtp": "speculators' MTP layout", "xpress": "Xpress"}
 
@@ -96,14 +105,39 @@ class BlockConfig:
     def from_hf(raw: Foreign) -> BlockConfig:
         kind, layout = recognise(raw)
         body, extra = _parts(raw, layout)
-        config = _eagle3(raw, body, layout) if kind == "eagle3" else _block(kind, layout, raw, body, extra)
+        eagle, gemma = kind == "eagle3", _arch(raw) in ("Gemma4DSparkModel", "Gemma4Eagle3Model")
+        layers, sliding = _gemma_layers(body) if gemma else _plain_layers(body, extra)
+        vocab, hidden = _field(body, "vocab_size", int), _field(body, "hidden_size", int)
+        default_act, cap = "gelu_pytorch_tanh" if gemma else "silu", extra.get("final_logit_softcapping")
+        bias = bool(body.get("attention_bias", False))
+        config = BlockConfig(
+            kind=kind,
+            layout=layout,
+            hidden=hidden,
+            target_hidden=int(raw.get("target_hidden_size") or hidden),
+            vocab_size=vocab,
+            draft_vocab=vocab if raw.get("draft_vocab_size") is None else _field(raw, "draft_vocab_size", int),
+            layers=layers,
+            taps=_taps(extra, layout),
+            norm_eps=float(body.get("rms_norm_eps", 1e-6)),
+            activation=_activation(body.get("hidden_activation") or body.get("hidden_act") or default_act),
+            gemma=gemma,
+            qkv_bias=bias,
+            out_bias=bias,
+            needs_own=layout == "deepseek",
+            softcap=None if eagle and not gemma else max(0.0, float(cap or 0.0)) or None,
+            **(_eagle3(raw, body, layers) if eagle else _block(kind, layout, sliding, raw, extra)),
+        )
+        if config.taps is None and not eagle:
+            key = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
+            raise OutriderError(f"config.json has no {key!r}: which target layers the drafter reads")
         if not 2 <= config.block <= 256:
             raise misread(f"block_size should be in 2..256, got {config.block}")
-        if config.kind != "eagle3" and not 0 <= config.mask_id < config.vocab_size:
-            raise misread(f"mask_token_id {config.mask_id} is outside the vocabulary (0..{config.vocab_size - 1})")
-        if not 1 <= config.draft_vocab <= config.vocab_size:
-            raise misread(f"draft_vocab_size {config.draft_vocab} is not in 1..{config.vocab_size} (vocab_size)")
-        return config
+        if not eagle and not 0 <= config.mask_id < vocab:
+            raise misread(f"mask_token_id {config.mask_id} is outside the vocabulary (0..{vocab - 1})")
+        if not 1 <= config.draft_vocab <= vocab:
+            raise misread(f"draft_vocab_size {config.draft_vocab} is not in 1..{vocab} (vocab_size)")
+        return _with_heads(config, extra)
 
     def bound(self, target: ModelConfig) -> BlockConfig:
         """With the taps that this target's depth implies; raises where the drafter does not fit."""
@@ -152,21 +186,16 @@ def recognise(raw: Foreign) -> tuple[Kind, Layout]:
             named = REFUSED.get(str(spoken), repr(spoken))
             raise misread(f"{named} drafters are not supported; known: {', '.join(KINDS)}")
         return found, "speculators"
-    arch = _arch(raw)
-    kind = ARCHITECTURES.get(arch)
-    nested = raw.get("dflash_config")
-    if kind is None and isinstance(nested, Mapping):
-        kind = "dflash"
-    if kind is None:
+    arch, nested = _arch(raw), raw.get("dflash_config")
+    known = ARCHITECTURES.get(arch, ("dflash", "z-lab") if isinstance(nested, Mapping) else None)
+    if known is None:
         raise misread(f"{arch or 'no architecture'} is not a block drafter ({', '.join(KINDS)})")
-    if isinstance(nested, Mapping) and kind == "dflash":
+    if isinstance(nested, Mapping) and known[0] == "dflash":
         projector = nested.get("projector_type", "dflash")
         if projector not in ("dflash", "dspark"):
             raise misread(f"projector_type {projector!r} is not supported; known: dflash, dspark")
-        kind = "dspark" if projector == "dspark" else kind
-    if arch == "Eagle3Speculator":
-        return kind, "speculators"
-    return kind, "deepseek" if arch in DEEPSEEK else "eagle3" if kind == "eagle3" else "z-lab"
+        return ("dspark" if projector == "dspark" else "dflash"), known[1]
+    return known
 
 
 def _arch(raw: Foreign) -> str:
@@ -220,10 +249,6 @@ def _mask(extra: Foreign) -> int:
     raise OutriderError("config.json has no 'mask_token_id'")
 
 
-def _softcap(source: Foreign) -> float | None:
-    return max(0.0, float(source.get("final_logit_softcapping") or 0.0)) or None
-
-
 def _plain_layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
     """The layers, and which of them are called sliding: Qwen's have a window only with `use_sliding_window`."""
     count = _field(body, "num_hidden_layers", int)
@@ -240,7 +265,7 @@ def _plain_layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...],
         window = None
     elif "sliding_attention" in kinds and (type(window) is not int or window < 1):
         raise misread(f"sliding layers need a 'sliding_window', got {window!r}")
-    return _llama_layers(body, kinds, window), tuple(k == "sliding_attention" for k in kinds)
+    return _alike_layers(body, kinds, window), tuple(k == "sliding_attention" for k in kinds)
 
 
 def _gemma_layers(body: Foreign) -> tuple[tuple[LayerSpec, ...], tuple[bool, ...]]:
@@ -264,52 +289,21 @@ def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign,
     return (False,) * len(sliding) if kind == "dspark" else sliding
 
 
-def _common(raw: Foreign, body: Foreign, gemma: bool) -> Foreign:
-    vocab, hidden = _field(body, "vocab_size", int), _field(body, "hidden_size", int)
-    draft_vocab = raw.get("draft_vocab_size")
-    default_act = "gelu_pytorch_tanh" if gemma else "silu"
-    bias = bool(body.get("attention_bias", False))
-    return {
-        "hidden": hidden,
-        "target_hidden": int(raw.get("target_hidden_size") or hidden),
-        "vocab_size": vocab,
-        "draft_vocab": vocab if draft_vocab is None else _field(raw, "draft_vocab_size", int),
-        "norm_eps": float(body.get("rms_norm_eps", 1e-6)),
-        "gemma": gemma,
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "activation": _activation(body.get("hidden_activation") or body.get("hidden_act") or default_act),
-    }
-
-
-def _block(kind: Kind, layout: Layout, raw: Foreign, body: Foreign, extra: Foreign) -> BlockConfig:
-    gemma = _arch(raw) == "Gemma4DSparkModel"
-    layers, sliding = _gemma_layers(body) if gemma else _plain_layers(body, extra)
-    taps = _taps(extra, layout)
-    if taps is None:
-        key = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
-        raise OutriderError(f"config.json has no {key!r}: which target layers the drafter reads")
-    target_layers = raw.get("num_target_layers")
-    own_scale = {"embed_scale": float(body["hidden_size"]) ** 0.5} if gemma else {}
+def _block(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign, extra: Foreign) -> ForeignDict:
+    depth, scale = raw.get("num_target_layers"), None
     if extra.get("input_embedding_scale") is not None:
-        own_scale["embed_scale"] = _field(extra, "input_embedding_scale", float)
-    made = BlockConfig(
-        kind=kind,
-        layout=layout,
-        layers=layers,
-        taps=taps,
-        causal=_causal(kind, layout, sliding, raw, extra),
-        block=int(extra.get("block_size", 8 if layout == "speculators" else 16)),
-        mask_id=_mask(extra),
-        from_anchor=bool(extra.get("sample_from_anchor", kind == "dspark")),
-        target_layers=int(target_layers) if target_layers is not None else None,
-        needs_own=layout == "deepseek",
-        output_scale=float(extra.get("output_multiplier", 1.0)),
-        softcap=_softcap(extra),
-        **_common(raw, body, gemma),
-        **own_scale,
-    )
-    return _with_heads(made, extra)
+        scale = _field(extra, "input_embedding_scale", float)
+    elif _arch(raw) == "Gemma4DSparkModel":
+        scale = float(raw["hidden_size"]) ** 0.5
+    return {
+        "causal": _causal(kind, layout, sliding, raw, extra),
+        "block": int(extra.get("block_size", 8 if layout == "speculators" else 16)),
+        "mask_id": _mask(extra),
+        "from_anchor": bool(extra.get("sample_from_anchor", kind == "dspark")),
+        "target_layers": int(depth) if depth is not None else None,
+        "embed_scale": scale,
+        "output_scale": float(extra.get("output_multiplier", 1.0)),
+    }
 
 
 def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
@@ -337,28 +331,17 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
     return replace(config, markov_rank=rank, markov=head, confidence=sure, confidence_reads_markov=sure and reads)
 
 
-def _eagle3(raw: Foreign, body: Foreign, layout: Layout) -> BlockConfig:
-    gemma = (arch := _arch(raw)) == "Gemma4Eagle3Model"
-    qwen = arch in ("Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model")
-    layers, _ = _gemma_layers(body) if gemma else _plain_layers(body, {})
+def _eagle3(raw: Foreign, body: Foreign, layers: tuple[LayerSpec, ...]) -> ForeignDict:
     if len(layers) != 1:
         raise misread(f"an EAGLE-3 drafter of {len(layers)} layers is not supported; known: one layer")
     if raw.get("norm_before_fc") and raw.get("fc_norm"):
         raise misread("norm_before_fc and fc_norm exclude one another")
-    return BlockConfig(
-        kind="eagle3",
-        layout=layout,
-        layers=layers,
-        causal=(True,),
-        taps=_taps(raw, layout),
-        block=MAX_DRAFT,
-        from_anchor=True,
-        qk_norm=gemma or qwen or body.get("model_type") == "qwen3",
-        needs_own=layout == "deepseek",
-        softcap=_softcap(body) if gemma else None,
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_before_fc=bool(raw.get("norm_before_fc", False)),
-        fc_norms=bool(raw.get("fc_norm", False)),
-        norm_output=bool(raw.get("norm_output", False)),
-        **_common(raw, body, gemma),
-    )
+    normed = ("Gemma4Eagle3Model", "Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model")
+    return {
+        "causal": (True,),
+        "block": MAX_DRAFT,
+        "from_anchor": True,
+        "qk_norm": _arch(raw) in normed or body.get("model_type") == "qwen3",
+        "fc_norms": bool(raw.get("fc_norm", False)),
+        **{key: bool(raw.get(key, False)) for key in ("norm_before_residual", "norm_before_fc", "norm_output")},
+    }

@@ -29,14 +29,13 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
         return f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
     if any(not 0 <= tap < len(target.layers) for tap in config.taps):
         return f"the drafter taps layers {list(config.taps)}, the target has {len(target.layers)}"
-    kinds = {target.layers[i].kind for i in target.kv_layers}
-    if config.reads is None:
-        for layer in config.layers:
-            if layer.kind not in kinds:
-                return f"the drafter reads a {layer.kind} layer, but no {layer.kind} layer of the target owns K/V"
-    elif len(config.reads) != len(config.layers):
-        return f"the drafter has {len(config.layers)} layers but names {len(config.reads)} layers to read"
-    for i, (at, layer) in enumerate(zip(reads(config, target), config.layers, strict=True)):
+    try:
+        read = reads(config, target)
+    except OutriderError as error:  # no donor
+        return str(error)
+    if len(read) != len(config.layers):
+        return f"the drafter has {len(config.layers)} layers but names {len(read)} layers to read"
+    for i, (at, layer) in enumerate(zip(read, config.layers, strict=True)):
         if at not in target.kv_layers:
             return f"drafter layer {i} reads the K/V of target layer {at}, which owns none"
         ours, theirs = layer.attn, target.layers[at].attn

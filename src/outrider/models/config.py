@@ -18,9 +18,11 @@ ForeignDict = dict[str, Any]
 T = TypeVar("T")
 Family = Literal["llama", "gemma3", "gemma4"]
 
-LLAMA_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-GEMMA3_TYPES = ("gemma3_text", "gemma3")
-GEMMA4_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
+TYPES: dict[str, Family] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama"),
+    **dict.fromkeys(("gemma3_text", "gemma3"), "gemma3"),
+    **dict.fromkeys(("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"), "gemma4"),
+}
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 OWN_DRAFTER_TYPES = ("outrider_drafter",)
 FAMILIES = "Llama 2 and 3 (SmolLM2 too), Mistral, Qwen 2 and 3, Gemma 3 and Gemma 4"
@@ -28,6 +30,7 @@ GEMMA4_ROPE: dict[str, ForeignDict] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
+VOCAB: dict[Family, int] = {"gemma3": 262208, "gemma4": 262144}  # where a config.json does not say
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"]
     norm_eps: float
     embed_scale: float
-    softcap: float | None  # final logits: c·tanh(z/c)
     tied: bool  # the head is the embedding
     max_context: int
+    softcap: float | None = None  # final logits: c·tanh(z/c)
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -99,21 +102,39 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(raw: Foreign) -> ModelConfig:
-        kind, body = _field(raw, "model_type", str), dict(text_part(raw) or raw)
+        kind = _field(raw, "model_type", str)
+        supported(kind)
+        family = TYPES[kind]
+        body = {"vocab_size": VOCAB.get(family), **(text_part(raw) or raw)}
         # the outer config's word counts: the head is the outer model's
         outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
         body |= {key: raw[key] for key in outer if raw.get(key) is not None}
         for key, most in (("num_hidden_layers", 10_000), ("hidden_size", 1 << 24), ("vocab_size", 1 << 31)):
-            if key in body and not 1 <= _field(body, key, int) <= most:
+            if not 1 <= _field(body, key, int) <= most:
                 bound = f"at most {most}" if body[key] > most else "at least 1"
                 raise misread(f"{key!r} should be {bound}, got {body[key]}")
-        if kind in LLAMA_TYPES:
-            return _llama(kind, body)
-        if kind in GEMMA3_TYPES:
-            return _gemma3(kind, body)
-        if kind in GEMMA4_TYPES:
-            return _gemma4(kind, body)
-        raise unsupported(kind)
+        hidden, gemma = _field(body, "hidden_size", int), family != "llama"
+        if gemma and body.get("attention_bias"):  # no released text decoder has it
+            raise OutriderError(f"{kind}: attention_bias is not supported")
+        if gemma and body.get("use_bidirectional_attention") in (True, "all"):
+            raise OutriderError(f"{kind}: bidirectional attention makes this an encoder, not a model that decodes")
+        act = body.get("hidden_activation", "gelu_pytorch_tanh") if gemma else body.get("hidden_act", "silu")
+        return ModelConfig(
+            model_type=kind,
+            family=family,
+            vocab_size=_field(body, "vocab_size", int),
+            hidden=hidden,
+            activation=_activation(act),
+            norm_eps=float(body.get("rms_norm_eps", 1e-6)),
+            embed_scale=hidden**0.5 if gemma else 1.0,
+            tied=bool(body.get("tie_word_embeddings", gemma)),
+            max_context=int(body.get("max_position_embeddings", 131072 if gemma else 2048)),
+            sandwich=gemma,
+            qk_norm=gemma or kind == "qwen3",
+            eos_ids=_ids(body.get("eos_token_id", 1 if gemma else None)),
+            bos_id=next(iter(_ids(body.get("bos_token_id", 2 if gemma else None))), None),
+            **{"llama": _llama, "gemma3": _gemma3, "gemma4": _gemma4}[family](kind, body),
+        )
 
 
 @dataclass(frozen=True)
@@ -194,14 +215,10 @@ class DrafterConfig:
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
 def supported(kind: object) -> None:
-    if kind not in (*LLAMA_TYPES, *GEMMA3_TYPES, *GEMMA4_TYPES):
-        raise unsupported(kind)
-
-
-def unsupported(kind: object) -> OutriderError:
     if kind in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
-        return OutriderError(f"model_type {kind!r} is a drafter, not a target: pass it with --drafter")
-    return OutriderError(f"unknown model_type {kind!r}: supported are {FAMILIES}")
+        raise OutriderError(f"model_type {kind!r} is a drafter, not a target: pass it with --drafter")
+    if kind not in TYPES:
+        raise OutriderError(f"unknown model_type {kind!r}: supported are {FAMILIES}")
 
 
 def misread(what: str) -> OutriderError:
@@ -247,26 +264,13 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
         return rope
     if kind == "proportional":
         return replace(rope, rotated=int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2))
-    if kind not in ("linear", "llama3"):
-        raise misread(f"rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
-    rope = replace(rope, scaling="linear" if kind == "linear" else "llama3", factor=float(params["factor"]))
     if kind == "linear":
-        return rope
-    low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
+        return replace(rope, scaling="linear", factor=float(params["factor"]))
+    if kind != "llama3":
+        raise misread(f"rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
+    factor, low, high = (float(params[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = int(params["original_max_position_embeddings"])
-    return replace(rope, low_freq_factor=low, high_freq_factor=high, original_context=original)
-
-
-def _layers(
-    raw: Foreign, spec: AttnSpec, kinds: Sequence[str], window: int | None, full: RopeSpec, local: RopeSpec
-) -> tuple[LayerSpec, ...]:
-    """Layers of one shape with K/V of their own; "sliding_attention" has a window and the rope `local`."""
-    inter, layers = _field(raw, "intermediate_size", int), []
-    for i in range(_field(raw, "num_hidden_layers", int)):
-        sliding = kinds[i] == "sliding_attention"
-        attn = replace(spec, kv_layer=i, window=window if sliding else None)
-        layers.append(LayerSpec(attn, local if sliding else full, inter))
-    return tuple(layers)
+    return RopeSpec(rope.theta, head_dim, rope.rotated, "llama3", factor, low, high, original)
 
 
 def _every(period: int, count: int) -> list[str]:
@@ -274,101 +278,63 @@ def _every(period: int, count: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(count)]
 
 
-def _llama_layers(raw: Foreign, kinds: Sequence[str], window: int | None) -> tuple[LayerSpec, ...]:
-    """Of Llama, Qwen and drafters like them. Each kind may have a rope of its own."""
-    hidden, heads = _field(raw, "hidden_size", int), _field(raw, "num_attention_heads", int)
+def _alike_layers(raw: Foreign, kinds: Sequence[str], window: int | None) -> tuple[LayerSpec, ...]:
+    """Layers of one shape with K/V of their own; "sliding_attention" has the window. A kind may have its own rope."""
+    sizes = ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
+    hidden, heads, inter, count = (_field(raw, key, int) for key in sizes)
     kv_heads, head_dim = int(raw.get("num_key_value_heads") or heads), int(raw.get("head_dim") or hidden // heads)
     if kv_heads < 1 or heads % kv_heads:
         raise misread(f"{heads} attention heads are not a multiple of {kv_heads} K/V heads")
     eps, theta = float(raw.get("rms_norm_eps", 1e-6)), float(raw.get("rope_theta", 10000.0))
-    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
-    ropes = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    full, local = (_rope(ropes.get(f"{kind}_attention") or ropes, theta, head_dim) for kind in ("full", "sliding"))
-    return _layers(raw, spec, kinds, window, full, local)
+    scale = float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
+    ropes, layers = raw.get("rope_parameters") or raw.get("rope_scaling") or {}, []
+    for i in range(count):
+        kind = "sliding_attention" if kinds[i] == "sliding_attention" else "full_attention"
+        near = window if kind == "sliding_attention" else None
+        attn = AttnSpec(heads, kv_heads, head_dim, i, True, near, scale, eps=eps)
+        layers.append(LayerSpec(attn, _rope(ropes.get(kind) or ropes, theta, head_dim), inter))
+    return tuple(layers)
 
 
-def _llama(kind: str, raw: Foreign) -> ModelConfig:
+def _llama(kind: str, raw: Foreign) -> ForeignDict:
     count, qwen = _field(raw, "num_hidden_layers", int), kind in ("qwen2", "qwen3")
     window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
     if qwen and not raw.get("use_sliding_window", False):
         window = None
     first = int(raw.get("max_window_layers", 28)) if qwen else 0
     sliding = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
-    kinds = raw.get("layer_types") or sliding
     bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(
-        model_type=kind,
-        family="llama",
-        vocab_size=_field(raw, "vocab_size", int),
-        hidden=_field(raw, "hidden_size", int),
-        layers=_llama_layers(raw, kinds, int(window) if window else None),
-        activation=_activation(raw.get("hidden_act", "silu")),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        embed_scale=1.0,
-        softcap=None,
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_context=int(raw.get("max_position_embeddings", 2048)),
-        qkv_bias=bias or kind == "qwen2",
-        out_bias=bias and kind != "qwen2",
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=kind == "qwen3",
-        eos_ids=_ids(raw.get("eos_token_id")),
-        bos_id=next(iter(_ids(raw.get("bos_token_id"))), None),
-    )
+    return {
+        "layers": _alike_layers(raw, raw.get("layer_types") or sliding, int(window) if window else None),
+        "qkv_bias": bias or kind == "qwen2",
+        "out_bias": bias and kind != "qwen2",
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+    }
 
 
-def _gemma(kind: str, raw: Foreign, layers: tuple[LayerSpec, ...]) -> ModelConfig:
-    """The common part of Gemma 3 and 4. Options that no released text decoder uses are refused."""
-    if raw.get("attention_bias"):
-        raise OutriderError(f"{kind}: attention_bias is not supported")
-    if raw.get("use_bidirectional_attention") in (True, "all"):
-        raise OutriderError(f"{kind}: bidirectional attention makes this an encoder, not a model that decodes")
-    hidden, gemma3 = _field(raw, "hidden_size", int), kind in GEMMA3_TYPES
-    return ModelConfig(
-        model_type=kind,
-        family="gemma3" if gemma3 else "gemma4",
-        vocab_size=int(raw.get("vocab_size", 262208 if gemma3 else 262144)),
-        hidden=hidden,
-        layers=layers,
-        activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        embed_scale=hidden**0.5,
-        softcap=None,
-        tied=bool(raw.get("tie_word_embeddings", True)),
-        max_context=int(raw.get("max_position_embeddings", 131072)),
-        qk_norm=True,
-        sandwich=True,
-        eos_ids=_ids(raw.get("eos_token_id", 1)),
-        bos_id=next(iter(_ids(raw.get("bos_token_id", 2))), None),
-    )
-
-
-def _gemma3(kind: str, raw: Foreign) -> ModelConfig:
-    heads, kv_heads = int(raw.get("num_attention_heads", 8)), int(raw.get("num_key_value_heads", 4))
-    count, head_dim = _field(raw, "num_hidden_layers", int), int(raw.get("head_dim", 256))
-    eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 4096))
-    period = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
-    ropes = raw.get("rope_parameters") or {}
-    full = _rope(ropes.get("full_attention") or raw.get("rope_scaling"), float(raw.get("rope_theta", 1e6)), head_dim)
-    local = _rope(ropes.get("sliding_attention"), float(raw.get("rope_local_base_freq", 1e4)), head_dim)
+def _gemma3(kind: str, raw: Foreign) -> ForeignDict:
     if raw.get("final_logit_softcapping") or raw.get("attn_logit_softcapping"):
         raise OutriderError("gemma3: soft-capped attention is Gemma 2's; this model_type does not have it")
-    scale = float(raw.get("query_pre_attn_scalar", 256)) ** -0.5
-    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=scale, eps=eps)
-    return _gemma(kind, raw, _layers(raw, spec, raw.get("layer_types") or _every(period, count), window, full, local))
+    period = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
+    kinds = raw.get("layer_types") or _every(period, _field(raw, "num_hidden_layers", int))
+    told = raw.get("rope_parameters") or {}
+    full = {"rope_theta": raw.get("rope_theta", 1e6), **(told.get("full_attention") or raw.get("rope_scaling") or {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **(told.get("sliding_attention") or {})}
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+    body = {**sizes, **raw, "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    return {"layers": _alike_layers(body, kinds, int(raw.get("sliding_window", 4096)))}
 
 
-def _gemma4(kind: str, raw: Foreign) -> ModelConfig:
+def _gemma4(kind: str, raw: Foreign) -> ForeignDict:
     sizes = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    moe = MoESpec(*(_field(raw, key, int) for key in sizes)) if raw.get("enable_moe_block") else None
     cap = raw.get("final_logit_softcapping")
-    return replace(
-        _gemma(kind, raw, _gemma4_layers(raw)),
-        softcap=float(cap) if cap is not None else None,
-        layer_scalar=True,
-        ple_dim=int(raw.get("hidden_size_per_layer_input", 0 if "unified" in kind else 256) or 0),
-        moe=moe,
-    )
+    return {
+        "layers": _gemma4_layers(raw),
+        "softcap": float(cap) if cap is not None else None,
+        "layer_scalar": True,
+        "ple_dim": int(raw.get("hidden_size_per_layer_input", 0 if "unified" in kind else 256) or 0),
+        "moe": MoESpec(*(_field(raw, key, int) for key in sizes)) if raw.get("enable_moe_block") else None,
+    }
 
 
 def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]:
@@ -404,11 +370,10 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
         raise misread("a plain drafter must list its 'layers'")
     eps, layers = float(raw.get("rms_norm_eps", 1e-6)), []
     for one in listed:
-        dim, window = _field(one, "head_dim", int), one.get("window")
-        heads, kv_heads, scale = _field(one, "heads", int), _field(one, "kv_heads", int), _field(one, "scale", float)
-        window = int(window) if window else None
-        attn = AttnSpec(heads, kv_heads, dim, -1, False, window, float(scale), eps=eps)
-        layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), _field(one, "intermediate", int)))
+        heads, kv, dim, inter = (_field(one, key, int) for key in ("heads", "kv_heads", "head_dim", "intermediate"))
+        scale, window = float(_field(one, "scale", float)), int(one.get("window") or 0) or None
+        attn = AttnSpec(heads, kv, dim, -1, False, window, scale, eps=eps)
+        layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), inter))
     return tuple(layers)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Literal
 
-from .config import Foreign, misread, text_part
+from .config import TYPES, VOCAB, Foreign, misread, text_part
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 IMAGE_TOKENS = (70, 140, 280, 560, 1120)  # soft-token budgets that the checkpoints were trained with
@@ -67,11 +67,10 @@ class VisionConfig:
         vision, kind = raw.get("vision_config"), raw.get("model_type")
         if not isinstance(vision, dict) or kind not in ("gemma3", "gemma4", "gemma4_unified"):
             return None
-        config = _siglip(raw, vision) if kind == "gemma3" else _gemma4(raw, vision, kind == "gemma4_unified")
-        vocab = int(text_part(raw).get("vocab_size", 262208 if kind == "gemma3" else 262144))
-        if any(i >= vocab for i in (config.image_id, config.boi_id, config.eoi_id)):
-            return None  # a truncated vocabulary: no text can contain the image token
-        return config
+        vocab = int(text_part(raw).get("vocab_size", VOCAB[TYPES[kind]]))
+        config = _siglip(raw, vision, vocab) if kind == "gemma3" else _gemma4(raw, vision, kind == "gemma4_unified")
+        # with a truncated vocabulary no text can contain the image token
+        return config if max(config.image_id, config.boi_id, config.eoi_id) < vocab else None
 
     def tensors(self) -> Shapes:
         """The checkpoint's tensors by name, without the wrapping `model.`, and their shapes."""
@@ -144,9 +143,7 @@ def _biased(modules: Shapes) -> Shapes:
 
 def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
     text = text_part(raw)
-    rope = vision.get("rope_parameters") or {}
-    default = 12 if not unified else 0
-    heads = int(vision.get("num_attention_heads", default))
+    rope, heads = vision.get("rope_parameters") or {}, int(vision.get("num_attention_heads", 0 if unified else 12))
     config = VisionConfig(
         kind="unified" if unified else "tower",
         text_hidden=int(text["hidden_size"]),
@@ -174,7 +171,7 @@ def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
     return config
 
 
-def _siglip(raw: Foreign, vision: Foreign) -> VisionConfig:
+def _siglip(raw: Foreign, vision: Foreign, vocab: int) -> VisionConfig:
     text, tokens = text_part(raw), int(raw.get("mm_tokens_per_image") or 256)
     hidden, heads = int(vision.get("hidden_size", 1152)), int(vision.get("num_attention_heads", 16))
     size, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
@@ -182,7 +179,7 @@ def _siglip(raw: Foreign, vision: Foreign) -> VisionConfig:
     if size % patch or not pool or (across // pool) ** 2 != tokens or across % pool or hidden % heads:
         raise misread(f"{tokens} soft tokens of {size} x {size} pixels in patches of {patch}: cannot be run")
     image = int(raw.get("image_token_index") or 262144)
-    if image >= int(text.get("vocab_size", 262208)):  # GGUF files leave it out; its row is never read
+    if image >= vocab:  # GGUF files leave it out; its row is never read
         image = int(text.get("pad_token_id") or 0)
     return VisionConfig(
         kind="siglip", text_hidden=int(text["hidden_size"]), hidden=hidden, patch=patch, pool=pool,
