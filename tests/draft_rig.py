@@ -62,4 +62,4 @@ def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: 
     features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
     sampling = sampling_batch(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
     last = (each * 7919 + 11) % rig.config.vocab_size
-    return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, rig.ops)
+    return DraftBatch([""] * n, [[]] * n, sampling, last, length, features, kv, rig.ops)

@@ -220,7 +220,7 @@ class EagerExecutor(Executor):
         kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, reach)
         assert runner.drafter is not None
         features = runner.drafter.features_of(drafter, runner.features[x.slots])
-        return DraftBatch(ids, tokens, x.last, x.position, features, kv, x.sampling, x.ops)
+        return DraftBatch(ids, tokens, x.sampling, x.last, x.position, features, kv, x.ops)
 
     # ---- timing
     @torch.inference_mode()

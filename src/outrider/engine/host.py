@@ -14,7 +14,7 @@ import torch
 
 from ..ops.backend import CycleRequest, DraftResult
 from ..spec.choose import SamplingBatch
-from ..spec.drafter import HostDraftRequest
+from ..spec.drafter import DraftTexts
 from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
 from ..spec.slot_sampling import sampling_batch
 from ..types import DraftPlan, SamplingParams
@@ -101,17 +101,11 @@ class HostExecutor(Executor):
         if self.ahead is None:
             assert self.eager is not None
             return dict(zip(which, self.eager.drafts(scheduled, some, batch.trust)))
-        request = HostDraftRequest(
-            [x.seq.id for x in scheduled],
-            [x.seq.tokens for x in scheduled],
-            max(x.plan.k for x in scheduled),
-            some,
-            batch.trust.get(self.ahead.name),
-            [x.plan for x in scheduled],
-            len(batch.decode) == 1,
-        )
+        plans, trust = [x.plan for x in scheduled], batch.trust.get(self.ahead.name)
+        ids, tokens = [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled]
+        texts, k = DraftTexts(ids, tokens, some, plans=plans, trust=trust), max(plan.k for plan in plans)
         try:
-            return dict(zip(which, self.ahead.draft_on_host(request)))
+            return dict(zip(which, self.ahead.draft_on_host(texts, k, len(batch.decode) == 1)))
         except Exception as error:
             self.runner.switch_off(self.ahead.name, scheduled, error)
             return dict.fromkeys(which, DraftResult([], [], 0))
@@ -147,7 +141,7 @@ class HostExecutor(Executor):
             unread = READING if part.kind == "reading" else 0
             for name in names:
                 self.ahead.assume(name, text[: max(0, context - unread)])
-            self.ahead.draft_on_host(HostDraftRequest(names, [text] * batch, k, sampling, alone=batch == 1))
+            self.ahead.draft_on_host(DraftTexts(names, [text] * batch, sampling), k, batch == 1)
             for name in names:
                 self.ahead.forget(name)
             guess = [0] * k

@@ -8,7 +8,7 @@ and rounds run in one call if the backend supports that (`Backend.draft_chain`);
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,7 @@ from ..models.decoder import TextModel
 from ..ops.backend import DraftRequest, DraftResult
 from ..types import Draft, KVPages, KVView
 from .acceptance_profile import AcceptanceProfile
-from .drafter import DraftBatch, Drafter, HostDraftRequest, confident_round, padded
+from .drafter import DraftBatch, Drafter, DraftTexts, confident_round, padded
 
 PAGE = 32
 CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
@@ -44,27 +44,26 @@ class Track:
     pages: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     sure: int = 0  # positions below this were compared before; committed tokens do not change
-    # its tokens that are not on the shortlist, in order
-    unlisted: dict[int, None] = field(default_factory=dict)
-    looked: int = 0  # positions below this were looked through for them
-    foreign: bool = False  # it holds an id beyond the draft model's vocabulary
-    checked: int = 0  # positions below this were looked through for such ids
+    unlisted: dict[int, None] = field(default_factory=dict)  # its latest tokens that are not on the shortlist, in order
+    foreign: bool = False  # it has an id beyond the draft model's vocabulary
+    looked: int = 0  # positions below this were looked through for both
 
     def agree(self, tokens: Sequence[int]) -> int:
         while self.sure < min(len(self.held), len(tokens)) and self.held[self.sure] == tokens[self.sure]:
             self.sure += 1
         return self.sure
 
-    def beside(self, tokens: Sequence[int], known: bytearray) -> list[int]:
-        """The latest of its tokens that are not on the shortlist."""
+    def look(self, tokens: Sequence[int], known: bytearray) -> None:
+        """known: of each of the draft model's ids, is it on the shortlist?"""
         for token in tokens[self.looked :]:
-            if not known[token]:
+            if token >= len(known):
+                self.foreign = True
+            elif not known[token]:
                 self.unlisted.pop(token, None)  # the latest are last
                 self.unlisted[token] = None
         self.looked = len(tokens)
         while len(self.unlisted) > BESIDE:
             del self.unlisted[next(iter(self.unlisted))]
-        return list(self.unlisted)
 
 
 class DraftPages:
@@ -84,10 +83,8 @@ class DraftPages:
     def _grow(self, count: int) -> None:
         for side in (self.keys, self.values):
             for i, shape in self.shapes.items():
-                wider, old = torch.zeros((count, *shape), dtype=self.dtype, device=self.device), side[i]
-                if old is not None:
-                    wider[: self.count] = old
-                side[i] = wider
+                more = torch.zeros((count - self.count, *shape), dtype=self.dtype, device=self.device)
+                side[i] = more if (old := side[i]) is None else torch.cat((old, more))
         self.free += range(self.count, count)
         self.count = count
 
@@ -103,8 +100,7 @@ class DraftPages:
         rows = [t.pages + [0] * (wide - len(t.pages)) for t in tracks]
         table = torch.tensor(rows, dtype=torch.int32, device=self.device)
         places, owners, firsts = ragged(list(zip(starts, counts)))
-        positions = torch.tensor(places, dtype=torch.int64, device=self.device)
-        row_seq = torch.tensor(owners, dtype=torch.int64, device=self.device)
+        positions, row_seq = torch.tensor([places, owners], dtype=torch.int64, device=self.device)
         row_start = torch.tensor(firsts, dtype=torch.int32, device=self.device)
         pages = KVPages(PAGE, self.keys, self.values, {"full": table, "sliding": table})
         return pages.view(positions, row_seq, row_start, max(counts), max(s + n for s, n in zip(starts, counts)))
@@ -140,7 +136,7 @@ class DraftModel(Drafter):
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        if self.chain is not None and not batch.sampling.any_filter:
+        if self.chain is not None and batch.sampling.cut is None:
             return self._one_call(batch, k)
         self._remember()
         fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(batch.ids[i], tokens, k)]
@@ -155,48 +151,43 @@ class DraftModel(Drafter):
         return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, confidence)
 
     def _fits(self, request_id: str, tokens: Sequence[int], k: int) -> bool:
-        if self.vocab > (own := self.model.config.vocab_size):
-            track = self.tracks.setdefault(request_id, Track())
-            track.foreign = track.foreign or any(token >= own for token in tokens[track.checked :])
-            track.checked = len(tokens)
-            if track.foreign:
-                return False
-        return len(tokens) + k <= self.model.config.max_context
+        track = self.tracks.setdefault(request_id, Track())
+        track.look(tokens, self.known)
+        return not track.foreign and len(tokens) + k <= self.model.config.max_context
 
     # ---- in one call
-    def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
+    def draft_on_host(self, texts: DraftTexts, k: int, alone: bool) -> list[DraftResult]:
         """A text still being read has no draft: few tokens are read per round, so that no sequence waits long."""
-        ids, texts, k, sampling = request.ids, request.tokens, request.k, request.sampling
-        plans = request.plans
+        ids, tokens, plans, sampling = texts.ids, texts.tokens, texts.plans, texts.sampling
         assert self.chain is not None
         self._remember()
-        fit = [i for i, text in enumerate(texts) if self._fits(ids[i], text, k)]
-        tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
-        self._read(tracks, [texts[i] for i in fit], k, READ if request.alone else READ_BESIDE)
-        ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= READ_IN_ROUND]
+        fit = [i for i, text in enumerate(tokens) if self._fits(ids[i], text, k)]
+        tracks = [self.tracks[ids[i]] for i in fit]
+        self._read(tracks, [tokens[i] for i in fit], k, READ if alone else READ_BESIDE, READ_IN_ROUND)
+        ready = [(i, t) for i, t in zip(fit, tracks) if len(tokens[i]) - t.agree(tokens[i]) <= READ_IN_ROUND]
         out = [NO_RESULT] * len(ids)
         if not ready:
             return out
         behind = []
         for i, track in ready:
-            start = min(track.sure, len(texts[i]) - 1)
+            start = min(track.sure, len(tokens[i]) - 1)
             ends = (plans[i].stop, plans[i].drop) if plans is not None else (0.0, 0.0)
-            behind.append(DraftRequest(texts[i][start:], start, track.pages, track.beside(texts[i], self.known), *ends))
+            behind.append(DraftRequest(tokens[i][start:], start, track.pages, list(track.unlisted), *ends))
         some = sampling if len(ready) == len(ids) else sampling.select(torch.tensor([i for i, _ in ready]))
-        made = self.chain.run(behind, self.pages.all, k, some, request.trust)
+        made = self.chain.run(behind, self.pages.all, k, some, texts.trust)
         for (i, track), was, brought in zip(ready, behind, made):
             track.held[was.start :] = [*was.tokens, *brought.tokens[:-1]]
             out[i] = brought
         return out
 
-    def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int, left: int) -> None:
-        """One pass over tokens well before the newest, at most `left` of them."""
+    def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int, left: int, enough: int) -> None:
+        """One pass over tokens before the newest, at most `left`, of texts with more than `enough` unread ones."""
         spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
             done = track.agree(text)
             count = min(left, len(text) - 1 - done)
-            if len(text) - done > READ_IN_ROUND and count > 0:
+            if len(text) - done > enough and count > 0:
                 spans.append((track, text, done, count))
                 left -= count
         if spans:
@@ -213,9 +204,7 @@ class DraftModel(Drafter):
         return self.model.forward(tokens, view, wanted=wanted).hidden
 
     def _one_call(self, batch: DraftBatch, k: int) -> Draft:
-        made = self.draft_on_host(
-            HostDraftRequest(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.plans, len(batch.ids) == 1)
-        )
+        made = self.draft_on_host(batch, k, len(batch.ids) == 1)
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
         confidence = torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32)
         lengths = torch.tensor([m.length for m in made])
@@ -223,13 +212,13 @@ class DraftModel(Drafter):
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
-        tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
+        tracks = [self.tracks[batch.ids[i]] for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
         plans = None if batch.plans is None else [batch.plans[i] for i in fit]
         own = replace(batch, last=batch.last[at], position=batch.position[at], sampling=sampling, plans=plans)
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
-        scores, names = self._scores([t.beside(text, self.known) for t, text in zip(tracks, texts)])
+        scores, names = self._scores([t.unlisted for t in tracks])
         ids = None if names is None else names.expand(len(fit), -1)
 
         def score(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -243,7 +232,7 @@ class DraftModel(Drafter):
         self._last = (tracks, drafted.tokens[:, :-1])
         return padded(drafted, k)
 
-    def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+    def _scores(self, beside: Sequence[Collection[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """hidden [F, H] -> logits [F, N], and token ids [N] (None: all). beside: each sequence's unlisted tokens."""
         model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
         if listed is None and self.vocab == model.config.vocab_size:
@@ -264,21 +253,15 @@ class DraftModel(Drafter):
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
-        """Run the tokens that each sequence's pages do not hold, at least the newest; returns its hidden states."""
-        done = [min(t.agree(text), len(text) - 1) for t, text in zip(tracks, texts)]
+        """Run the tokens that each sequence's pages do not hold; returns the newest one's hidden states [F, H]."""
+        while any(len(text) - track.agree(text) > CHUNK for track, text in zip(tracks, texts)):
+            self._read(tracks, texts, k, CHUNK * len(tracks), CHUNK)
+        spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
-        out: list[Tensor | None] = [None] * len(tracks)
-        while any(h is None for h in out):
-            which = [b for b, h in enumerate(out) if h is None]
-            spans = [(tracks[b], texts[b], done[b], min(CHUNK, len(texts[b]) - done[b])) for b in which]
-            ends = [i for i, (_, text, start, count) in enumerate(spans) if start + count == len(text)]
-            hidden = self._pass(spans, ends)
-            for b, (_, _, start, count) in zip(which, spans):
-                done[b] = start + count
-            for i, state in zip(ends, hidden):
-                out[which[i]] = state
-        return torch.stack([h for h in out if h is not None])
+            start = min(track.sure, len(text) - 1)
+            spans.append((track, text, start, len(text) - start))
+        return self._pass(spans, range(len(spans)))
 
     def _remember(self) -> None:
         """Record what the last proposal wrote. Only now: the target's result has been awaited, so this wait is free."""

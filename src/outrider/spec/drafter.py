@@ -6,7 +6,7 @@ raises, or has ids outside the vocabulary, is switched off for the requests conc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -28,21 +28,17 @@ Score = Callable[[int, Tensor, Tensor | None], tuple[Tensor | None, Tensor]]
 
 
 @dataclass
-class DraftBatch:
-    """A drafter's view of B sequences of L tokens each, the newest not yet run through the target."""
+class DraftTexts:
+    """The sequences of a draft as the host knows them."""
 
     ids: Sequence[str]  # the requests' ids, for drafters that keep something per sequence
-    tokens: Sequence[Sequence[int]]  # all L tokens of each sequence, on the host
-    last: Tensor  # int64 [B] the newest token
-    position: Tensor  # int64 [B] its position: L - 1, which is also how many positions of K/V are committed
-    features: Tensor  # [B, H·(1 + taps)] the target's hidden state at position L - 2, then the tapped streams
-    kv: KVView  # one row per sequence at position L - 2, the last one the target has seen
+    tokens: Sequence[Sequence[int]]  # all L tokens of each sequence
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
-    ops: Backend
     # [B] where a draft may end itself and how it may branch; None: k tokens each, as a chain. A drafter that does not
     # know its confidence ignores the thresholds, one that knows no trees the nodes.
-    plans: Sequence[DraftPlan] | None = None
-    trust: Sequence[float] | None = None  # [16] acceptance by confidence; None: drafts go on to the end
+    plans: Sequence[DraftPlan] | None = field(default=None, kw_only=True)
+    # [16] acceptance by confidence; None: drafts go on to the end
+    trust: Sequence[float] | None = field(default=None, kw_only=True)
 
     @property
     def branches(self) -> bool:
@@ -50,16 +46,14 @@ class DraftBatch:
 
 
 @dataclass
-class HostDraftRequest:
-    """Inputs of a round in one host call, for the sequences that draft."""
+class DraftBatch(DraftTexts):
+    """A drafter's view of B sequences of L tokens each, the newest not yet run through the target."""
 
-    ids: Sequence[str]
-    tokens: Sequence[Sequence[int]]  # all tokens of each sequence
-    k: int
-    sampling: SamplingBatch  # by temperature and seed alone
-    trust: Sequence[float] | None = None  # as in DraftBatch
-    plans: Sequence[DraftPlan] | None = None
-    alone: bool = False  # the step has one sequence: no other waits while a long text is read
+    last: Tensor  # int64 [B] the newest token
+    position: Tensor  # int64 [B] its position: L - 1, which is also how many positions of K/V are committed
+    features: Tensor  # [B, H·(1 + taps)] the target's hidden state at position L - 2, then the tapped streams
+    kv: KVView  # one row per sequence at position L - 2, the last one the target has seen
+    ops: Backend
 
 
 class Drafter:
@@ -102,8 +96,9 @@ class Drafter:
         """Draft at most k >= 1 tokens for every sequence, or a tree of depth k (`DraftBatch.plans`, spec.tree)."""
         raise NotImplementedError
 
-    def draft_on_host(self, request: HostDraftRequest) -> list[DraftResult]:
-        """Up to k tokens for each sequence in one call (`host_rounds`)."""
+    def draft_on_host(self, texts: DraftTexts, k: int, alone: bool) -> list[DraftResult]:
+        """Up to k tokens for each sequence in one call (`host_rounds`), by temperature and seed alone. alone: the step
+        has one sequence, so that no other waits while a long text is read."""
         raise NotImplementedError(f"{self.name} has no rounds in one call")
 
     def max_nodes(self, depth: int) -> int:
@@ -141,55 +136,42 @@ def guess_next(
     return sampling.guess(logits, at, ops, ids), logits
 
 
-def draft_round(
-    batch: DraftBatch,
-    k: int,
-    score: Score,
-    clusters: Tensor | None = None,
-    enough: Callable[[int, Tensor, Tensor], bool] | None = None,
-) -> Draft:
+def draft_round(batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None) -> Draft:
     """k draft tokens, each chosen as the target will choose and the input of the next step. clusters [C, S]: ids of a
-    clustered head. enough(j, guesses, logits): called after every step; true ends the round."""
+    clustered head."""
     token, guesses = batch.last, list[Tensor]()
     for j in range(k):
         at = batch.position + 1 + j  # the position the guessed token will have
-        token, logits = guess_next(batch.sampling, at, partial(score, j, token), batch.ops, clusters)
+        token, _ = guess_next(batch.sampling, at, partial(score, j, token), batch.ops, clusters)
         guesses.append(token)
-        if enough is not None and enough(j, token, logits):
-            break
-    return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)))
+    return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, k))
 
 
 def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Tensor] = ()) -> Draft:
     """A round with confidences, which may end a draft that has a plan, and the round if no draft is worth another
     step. heads: where `score` puts a confidence head's output [B]; empty: the drafter's probability."""
-    size, trust, plans = batch.last.shape[0], batch.trust, batch.plans
-    columns: Tensor | None = None  # ids of the columns of the last logits [B, N]
-    confidence: list[Tensor] = []
+    size, sampling, trust, plans = batch.last.shape[0], batch.sampling, batch.trust, batch.plans
+    token, guesses, confidence = batch.last, list[Tensor](), list[Tensor]()
     lengths, path, live = [k] * size, [1.0] * size, [True] * size
-
-    def scored(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        nonlocal columns
-        columns, z = score(j, token, cluster_bonus)
-        return columns, z
-
-    def enough(j: int, token: Tensor, logits: Tensor) -> bool:
+    for j in range(k):
+        ids, logits = score(j, token, None)
+        token = sampling.guess(logits, batch.position + 1 + j, batch.ops, ids)
+        guesses.append(token)
         if heads:
             confidence.append(heads[j].float())
         else:
-            place = token if columns is None else (columns == token[:, None]).int().argmax(1)
-            confidence.append(batch.sampling.likely(logits, place))
+            place = token if ids is None else (ids == token[:, None]).int().argmax(1)
+            confidence.append(sampling.likely(logits, place))
         if trust is None or plans is None:
-            return False
+            continue
         for b, p in enumerate(confidence[j].tolist()):
             if live[b]:
                 path[b] *= trust[min(len(trust) - 1, int(p * len(trust)))]
                 live[b] = path[b] >= max(plans[b].stop, plans[b].drop)
                 lengths[b] = k if live[b] else j if path[b] < plans[b].drop else j + 1
-        return not any(live)
-
-    made = draft_round(batch, k, scored, enough=enough)
-    return Draft(made.tokens, torch.tensor(lengths, device=batch.last.device), torch.stack(confidence, 1))
+        if not any(live):
+            break
+    return Draft(torch.stack(guesses, 1), torch.tensor(lengths, device=batch.last.device), torch.stack(confidence, 1))
 
 
 def padded(draft: Draft, k: int) -> Draft:

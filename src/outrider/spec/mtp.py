@@ -31,7 +31,7 @@ class MTPDrafter(Drafter):
         sampling = batch.sampling
         if batch.branches:
             return build_tree(batch, k, self.branching(batch))
-        if batch.last.shape[0] > self.model.most or sampling.any_filter:
+        if batch.last.shape[0] > self.model.most or sampling.cut is not None:
             return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
         end = None
         if batch.plans is not None and batch.trust is not None:
@@ -73,7 +73,7 @@ class MTPDrafter(Drafter):
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         """If whole rounds return runner-ups, a chain with those as branches; else scored level by level."""
         model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
-        if model.has_runner_ups and batch.last.shape[0] <= model.most and not sampling.any_filter:
+        if model.has_runner_ups and batch.last.shape[0] <= model.most and sampling.cut is None:
             self.propose(batch, depth)
             return batch.ops.build_fixed_tree(batch.ops.chain_with_runner_ups(*model.runner_ups(depth)), nodes, depth)
         features = batch.features.repeat_interleave(WIDTH, 0)

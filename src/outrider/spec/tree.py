@@ -111,19 +111,17 @@ def build_fixed_tree(
 ) -> TreeRows:
     """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
     sampling, ops = batch.sampling, batch.ops
-    filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.any_filter else None
+    filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.cut is not None else None
     # or it was divided by already
-    heat = torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature
+    heat = torch.ones_like(sampling.temperature) if sampling.cut is not None else sampling.temperature
     found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Frontier.root(batch.last)
     for level in range(depth):
         ids, logits = score(level, front)
         if filtered is not None:
             logits = filtered.apply_temperature(logits)
-        noise = (
-            DraftNoise(heat, sampling.sampled, sampling.seed, batch.position + 1 + level)
-            if sampling.any_sampled
-            else None
-        )
+        noise = None
+        if sampling.any_sampled:
+            noise = DraftNoise(heat, sampling.sampled, sampling.seed, batch.position + 1 + level)
         front = ops.branch(logits, ids, noise, front, found, level)
     return ops.build_fixed_tree(found, nodes, depth)
 

@@ -140,8 +140,9 @@ def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
 def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
     monkeypatch.setattr(draft_model, "BESIDE", 2)
     track, known = draft_model.Track(), bytearray(10)
-    assert track.beside([5, 6, 7], known) == [6, 7]
-    assert track.beside([5, 6, 7, 6], known) == [7, 6]
+    for tokens, scored in (([5, 6, 7], [6, 7]), ([5, 6, 7, 6], [7, 6])):
+        track.look(tokens, known)
+        assert list(track.unlisted) == scored
 
 
 def test_weights_in_four_bits():

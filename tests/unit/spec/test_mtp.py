@@ -52,7 +52,7 @@ def batch(temperature: float, size: int = 200) -> DraftBatch:
     sampling = sampling_batch(params, [[]] * size, [[]] * size, C * S, "cpu")
     last, length = torch.randint(0, C * S, (size,), generator=r), torch.arange(size) + 3
     features = torch.randn(size, H, generator=r)
-    return DraftBatch([""] * size, [[]] * size, last, length, features, None, sampling, OPS)  # type: ignore[arg-type]
+    return DraftBatch([""] * size, [[]] * size, sampling, last, length, features, None, OPS)  # type: ignore[arg-type]
 
 
 def propose(head: Head, batch: DraftBatch) -> Any:
