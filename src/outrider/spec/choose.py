@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -77,6 +78,13 @@ class FilterValues:
     min_logp: Tensor  # float32 [B] log(min_p)
 
 
+Table = TypeVar("Table", Penalties, BadWords, Sparse, FilterValues)
+
+
+def rows_of(table: Table, which: Tensor) -> Table:
+    return type(table)(*(column.index_select(0, which) for column in vars(table).values()))
+
+
 @dataclass
 class SamplingBatch:
     """Parameters and history of B sequences as tensors, rows of a `SlotSampling`; `commit` updates the history."""
@@ -96,10 +104,6 @@ class SamplingBatch:
     @property
     def any_sampled(self) -> bool:
         return self.filters.sampled
-
-    @property
-    def any_filter(self) -> bool:
-        return self.cut is not None
 
     @property
     def looks_back(self) -> bool:
@@ -162,9 +166,7 @@ class SamplingBatch:
 
     def select(self, which: Tensor) -> SamplingBatch:
         """Some of the sequences, as far as a drafter needs them: no history, no masks."""
-        cut = self.cut
-        if cut is not None:
-            cut = FilterValues(cut.top_k[which], cut.top_p[which], cut.min_logp[which])
+        cut = None if self.cut is None else rows_of(self.cut, which)
         return SamplingBatch(self.temperature[which], self.sampled[which], self.seed[which], self.filters, cut)
 
     # ---- drafting -------------------------------------------------------------------------------------------------

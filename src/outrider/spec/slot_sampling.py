@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.store import upload
 from ..types import GREEDY_EPS, SamplingParams
-from .choose import ANY, OFF, BadWords, Filters, FilterValues, Penalties, SamplingBatch, Sparse
+from .choose import ANY, OFF, BadWords, Filters, FilterValues, Penalties, SamplingBatch, Sparse, rows_of
 
 
 def _wide(count: int) -> int:
@@ -73,13 +74,13 @@ class SlotSampling:
         self.slots, self.vocab, self.eos, self.device = slots, vocab, tuple(eos), device
         full = partial(torch.full, (slots,), device=device)
         self.temperature, self.sampled = full(fill_value=1.0), full(fill_value=False)
-        self.top_k, self.top_p = full(fill_value=OFF), full(fill_value=1.0, dtype=torch.float64)
-        self.min_logp = full(fill_value=-math.inf)
+        top_p = full(fill_value=1.0, dtype=torch.float64)
+        self.cut = FilterValues(full(fill_value=OFF), top_p, full(fill_value=-math.inf))
         self.seed, self.min_tokens, self.prompt_len = (full(fill_value=0) for _ in range(3))
         self.penalties: Penalties | None = None
-        self.bias = self.stops = Sparse(torch.zeros((slots, 0), dtype=torch.int64), torch.zeros((slots, 0)))
-        none = torch.zeros((slots, 0), dtype=torch.int64)
-        self.words = BadWords(none[:, :, None], none, none.bool(), none)
+        none = torch.zeros((slots, 0), dtype=torch.int64, device=device)
+        self.bias = self.stops = Sparse(none, none.float())
+        self.words = BadWords(none.view(slots, 0, 0), none, none.bool(), none)
         self.version = 0  # incremented when tables move: graphs that read the old ones are invalid
 
     def grow(self, asks: SamplingFeatures) -> None:
@@ -89,25 +90,22 @@ class SlotSampling:
                 self._grow(asks)
 
     def _grow(self, asks: SamplingFeatures) -> None:
-        ints = lambda *shape: torch.zeros((self.slots, *shape), dtype=torch.int64, device=self.device)  # noqa: E731
-        floats = lambda value=0.0: torch.full((self.slots,), value, device=self.device)  # noqa: E731
         if asks.penalties and self.penalties is None:
-            wide = (self.slots, self.vocab)
-            seen, counts = (torch.zeros(wide, dtype=kind, device=self.device) for kind in (torch.bool, torch.int32))
-            self.penalties = Penalties(floats(1.0), floats(), floats(), seen, counts)
+            zeros, wide = partial(torch.zeros, device=self.device), (self.slots, self.vocab)
+            rates = (zeros(self.slots) + 1.0, zeros(self.slots), zeros(self.slots))
+            self.penalties = Penalties(*rates, zeros(wide, dtype=torch.bool), zeros(wide, dtype=torch.int32))
             self.version += 1
-        if asks.bias > self.bias.ids.shape[1]:
-            self.bias, self.version = _widened(self.bias, ints(asks.bias)), self.version + 1
-        if asks.stops > self.stops.ids.shape[1]:
-            self.stops, self.version = _widened(self.stops, ints(asks.stops)), self.version + 1
+        if (more := asks.bias - self.bias.ids.shape[1]) > 0:
+            self.bias, self.version = _widened(self.bias, more), self.version + 1
+        if (more := asks.stops - self.stops.ids.shape[1]) > 0:
+            self.stops, self.version = _widened(self.stops, more), self.version + 1
         old, (most, reach) = self.words, self.words.prefix.shape[1:]
         if asks.words > most or asks.reach > reach:
-            count, far = max(asks.words, most), max(asks.reach, reach)
-            new = BadWords(ints(count, far) + ANY, ints(count), ints(count).bool(), ints(far) - 1)
-            if most:  # words are right-aligned: shorter ones ignore the columns further left
-                new.prefix[:, :most, far - reach :], new.tail[:, far - reach :] = old.prefix, old.tail
-                new.last[:, :most], new.real[:, :most] = old.last, old.real
-            self.words, self.version = new, self.version + 1
+            more, far = max(0, asks.words - most), max(0, asks.reach - reach)
+            # words are right-aligned: shorter ones ignore the columns further left
+            prefix, tail = F.pad(old.prefix, (far, 0, 0, more), value=ANY), F.pad(old.tail, (far, 0), value=-1)
+            self.words = BadWords(prefix, F.pad(old.last, (0, more)), F.pad(old.real, (0, more)), tail)
+            self.version += 1
 
     def join(self, rows: Sequence[Joining]) -> None:
         params, where = [row.params for row in rows], upload([row.slot for row in rows], torch.int64, self.device)
@@ -120,9 +118,9 @@ class SlotSampling:
         put(self.temperature, [p.temperature if hot else 1.0 for p, hot in zip(params, sampled)])
         put(self.sampled, sampled)
         put(self.seed, [_int64(p.seed) for p in params])
-        put(self.top_k, [_top_k(p, self.vocab) for p in drawn])
-        put(self.top_p, [p.top_p for p in drawn])
-        put(self.min_logp, [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn])
+        put(self.cut.top_k, [_top_k(p, self.vocab) for p in drawn])
+        put(self.cut.top_p, [p.top_p for p in drawn])
+        put(self.cut.min_logp, [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn])
         put(self.min_tokens, [p.min_tokens for p in params])
         put(self.prompt_len, [len(row.prompt) for row in rows])
         if (to := self.penalties) is not None:
@@ -149,20 +147,18 @@ class SlotSampling:
     # ---- inside captured steps too: nothing here looks at a value
     def select(self, slots: Tensor, position: Tensor, filters: Filters, asks: SamplingFeatures) -> SamplingBatch:
         """Rows of the sequences in `slots` [B], whose newest tokens are at `position` [B]."""
-        take = lambda t: t.index_select(0, slots)  # noqa: E731
-        pen, words = self.penalties, self.words
-        cut = FilterValues(take(self.top_k), take(self.top_p), take(self.min_logp)) if filters.any else None
-        found = SamplingBatch(take(self.temperature), take(self.sampled), take(self.seed), filters, cut)
-        if asks.penalties and pen is not None:
-            tables = (pen.repetition, pen.presence, pen.frequency, pen.in_prompt, pen.counts)
-            found.penalties = Penalties(*map(take, tables))
+        temperature, sampled, seed = (t.index_select(0, slots) for t in (self.temperature, self.sampled, self.seed))
+        cut = rows_of(self.cut, slots) if filters.any else None
+        found = SamplingBatch(temperature, sampled, seed, filters, cut)
+        if asks.penalties and self.penalties is not None:
+            found.penalties = rows_of(self.penalties, slots)
         if asks.bias:
-            found.bias = Sparse(take(self.bias.ids), take(self.bias.values))
+            found.bias = rows_of(self.bias, slots)
         if asks.words:
-            found.bad_words = BadWords(*map(take, (words.prefix, words.last, words.real, words.tail)))
+            found.bad_words = rows_of(self.words, slots)
         if asks.stops:
-            found.stops, found.min_tokens = Sparse(take(self.stops.ids), take(self.stops.values)), take(self.min_tokens)
-            found.out_len = position + 1 - take(self.prompt_len)
+            found.stops, found.min_tokens = rows_of(self.stops, slots), self.min_tokens.index_select(0, slots)
+            found.out_len = position + 1 - self.prompt_len.index_select(0, slots)
         return found
 
     def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
@@ -234,9 +230,5 @@ def _word_row(row: Joining, most: int, width: int) -> tuple[Sequence[object], ..
     )
 
 
-def _widened(old: Sparse, ids: Tensor) -> Sparse:
-    """The same pairs in a wider table; `ids` is the new one's, all 0."""
-    new, width = Sparse(ids, ids.float()), old.ids.shape[1]
-    if width:
-        new.ids[:, :width], new.values[:, :width] = old.ids, old.values
-    return new
+def _widened(old: Sparse, more: int) -> Sparse:
+    return Sparse(F.pad(old.ids, (0, more)), F.pad(old.values, (0, more)))

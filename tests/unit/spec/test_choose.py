@@ -155,7 +155,7 @@ def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
     batch = sampling_batch(
         [SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS]
     )
-    assert not batch.any_sampled and not batch.any_filter
+    assert not batch.any_sampled and batch.cut is None
     assert batch.penalties is batch.bias is batch.bad_words is batch.min_tokens is None
     logits = torch.zeros(2, V)
     logits[:, [7, 4, 19]] = 1.0
