@@ -26,6 +26,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.ops.trees import TreeRows
 from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
 from outrider.types import Draft, DraftTree
 
 # draft tokens (None: auto), tokens of a tree (0: chains)
@@ -67,7 +68,8 @@ def tokens(args: argparse.Namespace) -> None:
     start, names = llm.engine.controller, list(WAYS)
     for temperature in (float(t) for t in args.temperatures.split(",")):
         sums: dict[tuple[str, str], Sums] = defaultdict(lambda: defaultdict(float))
-        controllers = {way: start.fresh(start.drafters) for way in WAYS}
+        tables = {way: CostTable.from_json(start.cost.to_json()) for way in WAYS}
+        controllers = {way: Controller(cost, start.drafters, start.acceptance.profiles) for way, cost in tables.items()}
         began = time.perf_counter()
         asked = [(c, llm.chat_prompt([{"role": "user", "content": text}])) for c, text in prompts(args.per)]
         asked = [(c, ids) for c, ids in asked if len(ids) + args.tokens <= llm.engine.max_context]

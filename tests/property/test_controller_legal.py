@@ -33,12 +33,12 @@ def test_choices_are_legal(machine, cycles):
             assert c.drafter is None or c.k <= v.drafter_available[c.drafter]
             controller.observe(v.id, c.drafter, c.k, min(luck, c.k), [0.5] * c.k if luck % 2 else None)
         controller.observe_step(len(views), max(c.k for c in choices), 100, seconds, choices[0].drafter)
-        snapshot = controller.snapshot()
-        assert all(0.0 < a < 1.0 for by in snapshot["acceptance"].values() for a in by)
-        assert 0.0 <= snapshot["explored_share"] < 1.0
+        controller.finish("")  # applies all observations
+        assert all(0.0 < a < 1.0 for stats in controller.acceptance.values() for a in stats.a)
+        assert 0.0 <= controller._explored < controller._time
     for name in "abcd":
         controller.finish(name)
-    assert controller.snapshot()["running"] == 0
+    assert not controller._seqs
 
 
 @settings(max_examples=40)

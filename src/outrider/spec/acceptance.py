@@ -16,28 +16,21 @@ MOST = 0.99  # no estimate above: a certain success would hide the cost of being
 
 
 class CycleStats:
-    """Exponentially weighted means over cycles of drafts that end themselves: tokens emitted, verified and drafted.
-    Counts are kept, not seconds: the cost table gives the times, and it may change."""
+    """Exponentially weighted sums over cycles of drafts that end themselves: tokens emitted, verified and drafted, and
+    cycles. Counts are kept, not seconds: the cost table gives the times, and it may change."""
 
-    __slots__ = ("cycles", "drafted", "made", "verified")
+    __slots__ = ("sums",)
 
     def __init__(self, made: float = 0.0, verified: float = 0.0, drafted: float = 0.0, cycles: float = 0.0) -> None:
-        self.made, self.verified, self.drafted, self.cycles = made * cycles, verified * cycles, drafted * cycles, cycles
+        self.sums = [made * cycles, verified * cycles, drafted * cycles, cycles]
 
     def add(self, made: int, verified: int, drafted: float, keep: float) -> None:
-        self.made = self.made * keep + made
-        self.verified = self.verified * keep + verified
-        self.drafted = self.drafted * keep + drafted
-        self.cycles = self.cycles * keep + 1.0
+        self.sums = [old * keep + new for old, new in zip(self.sums, (made, verified, drafted, 1.0))]
 
-    def beside(self, prior: CycleStats, weight: float) -> tuple[float, float, float]:
-        """The means; the prior counts as `weight` cycles."""
-        share, cycles = weight / prior.cycles, self.cycles + weight
-        return (
-            (self.made + share * prior.made) / cycles,
-            (self.verified + share * prior.verified) / cycles,
-            (self.drafted + share * prior.drafted) / cycles,
-        )
+    def beside(self, prior: CycleStats, weight: float) -> list[float]:
+        """The means of tokens emitted, verified and drafted; the prior counts as `weight` cycles."""
+        share, cycles = weight / prior.sums[3], self.sums[3] + weight
+        return [(mine + share * before) / cycles for mine, before in zip(self.sums[:3], prior.sums)]
 
 
 class PositionStats:
@@ -93,18 +86,16 @@ class DrafterStats:
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
         self.accepted = 0
-        self.stale = 0  # drafts since the estimates were made
-        self.bins = [[0.0, 0.0] for _ in range(BINS)]  # accepted and judged by confidence
         self.proven = counts is None or sum(counts) >= tuning.proven_card
         self.weights = [tuning.prior_weight] * MAX_DRAFT  # of the prior, by position
         if counts is not None:
-            by_position = [counts[min(j, len(counts) - 1)] for j in range(MAX_DRAFT)] if counts else [0.0] * MAX_DRAFT
+            by_position = [*counts, *[counts[-1] if counts else 0.0] * MAX_DRAFT][:MAX_DRAFT]
             self.weights = [min(tuning.prior_weight, 1.0 + c / tuning.prior_tokens) for c in by_position]
         self.carded = trust is not None and self.proven  # the profile calibrates confidences
         self.calibrated = self.carded  # confidences are calibrated, so drafts may end by them
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
-        if trust is not None:
-            self.bins = [[tuning.trust_weight * t, tuning.trust_weight] for t in trust]
+        weight = tuning.trust_weight if trust is not None else 0.0
+        self.bins = [[weight * t, weight] for t in self.trust]  # accepted and judged by confidence
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the planned tokens that are verified: less if drafts end themselves
         # Drafted tokens gained by trees of a fixed size, and by their main chains alone: at first a guess.
@@ -116,14 +107,16 @@ class DrafterStats:
         self.judged += 1
         self.accepted += accepted
         self.proven = self.proven or self.accepted >= self.tuning.proven_accepted
-        self.stale += 1
         if confidence is not None:
             for j in range(min(drafted, accepted + 1, len(confidence))):
                 self.judge(confidence[j], j < accepted)
             self.fill += (1.0 - self.tuning.keep) * 4.0 * (drafted / planned - self.fill)
             self.calibrated = self.calibrated or self.sure >= self.tuning.calibrated_after
-        if self.stale >= 16 or (self.judged < 64 and not self.carded):
-            self.refresh()
+        if self.judged % 16 and (self.judged >= 64 or self.carded):
+            return  # the estimates of some drafts ago still do
+        self.a = [max(0.005, a) for a in self.arm.estimate(self.prior, self.weights)]
+        if self.sure:
+            self.trust = [(good + 4.0 * (i + 0.5) / BINS) / (seen + 4.0) for i, (good, seen) in enumerate(self.bins)]
 
     def judge(self, confidence: float, right: bool) -> None:
         """Record a token that followed accepted ones, so that the target decided whether it was right."""
@@ -132,18 +125,7 @@ class DrafterStats:
         cell[1] = cell[1] * self.tuning.keep + 1.0
         self.sure += 1
 
-    @property
-    def lift(self) -> float:
-        """Tokens gained by a tree of a fixed size, relative to a chain of the same depth."""
-        return self.in_trees / self.in_chains
-
     def branched(self, accepted: int, ahead: int) -> None:
-        """Record the tokens that such a tree gained, and how many of them were on its main chain."""
+        """Record the tokens that a tree of a fixed size gained, and how many of them were on its main chain."""
         self.in_trees = self.in_trees * self.tuning.keep + accepted
         self.in_chains = self.in_chains * self.tuning.keep + ahead
-
-    def refresh(self) -> None:
-        self.stale = 0
-        self.a = [max(0.005, a) for a in self.arm.estimate(self.prior, self.weights)]
-        if self.sure:
-            self.trust = [(good + 4.0 * (i + 0.5) / BINS) / (seen + 4.0) for i, (good, seen) in enumerate(self.bins)]

@@ -8,7 +8,7 @@ ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,16 +94,15 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
 class AcceptanceTable(dict[Source, DrafterStats]):
     """Acceptance over all requests, by source of drafts; it starts from the drafters' profiles."""
 
-    def __init__(self, tuning: Tuning, profiles: Mapping[str, AcceptanceProfile]) -> None:
+    def __init__(self, tuning: Tuning, profiles: Mapping[str, AcceptanceProfile], free: Callable[[str], bool]) -> None:
+        """free: does a drafter's drafting take no time (an n-gram match)?"""
         super().__init__()
-        self.tuning, self.profiles = tuning, profiles
+        self.tuning, self.profiles, self.free = tuning, profiles, free
 
-    def add(self, source: Source, free: bool) -> DrafterStats:
-        """The statistics of a new source; free: drafting takes no time (an n-gram match)."""
-        tuning, profile = self.tuning, self.profiles.get(source.drafter)
+    def __missing__(self, source: Source) -> DrafterStats:
+        tuning, profile, free = self.tuning, self.profiles.get(source.drafter), self.free(source.drafter)
         if source.adapter:  # it starts from the base model's statistics, which are soon outweighed
-            plain = source._replace(adapter="")
-            base = self.get(plain) or self.add(plain, free)
+            base = self[source._replace(adapter="")]
             others = [other for other in self if other.adapter and other[:2] == source[:2]]
             if len(others) >= tuning.adapters:
                 del self[others[0]]

@@ -19,15 +19,12 @@ from functools import partial
 import numpy as np
 
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
-from .acceptance import BINS, CycleStats, DrafterStats, PositionStats
+from .acceptance import CycleStats, DrafterStats, PositionStats
 from .acceptance_profile import AcceptanceProfile, AcceptanceTable
 from .batch_k import choose_k
-from .cost import CostTable
+from .cost import CostTable, at_k
 from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, Source, VerifiedTree
 from .tuning import Tuning, match_range
-
-# of one sequence's draft: request, drafter, tokens verified, accepted, confidences, tree
-Outcome = tuple[str, str | None, int, int, Sequence[float] | None, VerifiedTree | None]
 
 
 class Controller:
@@ -41,7 +38,7 @@ class Controller:
         tuning: Tuning = Tuning(),
     ) -> None:
         self.cost, self.drafters, self.tuning = cost, drafters, tuning
-        self._shared = AcceptanceTable(tuning, profiles or {})
+        self.acceptance = AcceptanceTable(tuning, profiles or {}, lambda name: self.cost.free(name))
         self._seqs: dict[str, SeqState] = {}
         self.warnings: list[str] = []  # each reported once, in the order of detection
         self._told: set[tuple[str, str]] = set()
@@ -59,126 +56,94 @@ class Controller:
         self._untold: list[Callable[[], None]] = []  # observations to be learnt from
         self.planned = False  # until the first plan nothing is learnt
 
-    def fresh(self, drafters: tuple[str, ...]) -> Controller:
-        """A controller that has observed nothing yet, with the same profiles and a copy of the cost table."""
-        return Controller(CostTable.from_json(self.cost.to_json()), drafters, self._shared.profiles, self.tuning)
-
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
         self.planned = True
         self._apply_observations()
         if not seqs:
             return []
-        size, context = len(seqs), sum(view.context for view in seqs) // len(seqs)
-        wait = self.tuning.probe_first
+        size, context, tuning = len(seqs), sum(view.context for view in seqs) // len(seqs), self.tuning
+        wait = tuning.probe_first
         states = [self._seqs.get(view.id) or self._seqs.setdefault(view.id, SeqState(wait)) for view in seqs]
-        if size == 1:
-            rate, best, least, rival = self._rate_one(seqs[0], states[0])
-            plans, probes = [best], [least]
-        else:
-            rate, plans, rival = self._rate_batch(seqs, states, context)
-            first = [next((n for n in self.drafters if self._offer(view, n) is not None), None) for view in seqs]
-            probes = [DraftPlan(name, 1) if name is not None else None for name in first]
-        if comparing := rival is not None and self._compares(plans, rival, rate, context):
-            plans = rival.plans
-        plans = [self._ending(view, plan, context, size, rate) for view, plan in zip(seqs, plans, strict=True)]
-        if not any(plan.k for plan in plans):
-            for i, (view, seq, probe) in enumerate(zip(seqs, states, probes, strict=True)):
-                if probe is not None:
-                    plans[i] = self._maybe_probe(view, seq, probe, self.cost.curve(probe.drafter, size, context))
+        rated = self._rate_one(seqs[0], states[0]) if size == 1 else self._rate_batch(seqs, states, context)
+        margin = tuning.margin if size == 1 else tuning.batch_margin
+        plain = Candidate(size / self.cost.curve(None, size, context)[0] * (1.0 + margin), [NO_DRAFT] * size)
+        best = max([plain, *rated.values()], key=lambda one: one.rate)
+        rival = self._rival(rated, best, context) if len(rated) > 1 else None
+        chosen = best if rival is None else rival
+        plans = [self._ending(view, plan, context, size, best.rate) for view, plan in zip(seqs, chosen.plans)]
+        if best is plain:
+            for i, (view, seq) in enumerate(zip(seqs, states, strict=True)):
+                plans[i] = self._maybe_probe(view, seq, context, size)
                 if plans[i].k:
                     break  # one probe per cycle, since the whole batch pays for it
+        elif size == 1:
+            states[0].interval = states[0].wait = wait
         self._note(seqs, states, plans, context)
-        self._hold(seqs, states, plans, comparing)
+        self._hold(seqs, states, plans, rival is not None)
         return plans
 
-    def _compares(self, plans: Sequence[DraftPlan], rival: Candidate, rate: float, context: int) -> bool:
-        """Is this a cycle for the network drafter not in use? They teach about it, count as probes, become rarer."""
-        tuning, free = self.tuning, self.cost.free
-        used = next((plan.drafter for plan in plans if plan.drafter is not None and not free(plan.drafter)), None)
-        if used is not None and used != self._used:
+    def _rival(self, rated: Mapping[str | None, Candidate], best: Candidate, context: int) -> Candidate | None:
+        """In some cycles the network drafter not in use drafts: they teach about it, count as probes, become rarer."""
+        tuning, network = self.tuning, {name: one for name, one in rated.items() if name and not self.cost.free(name)}
+        used = next((name for name, one in network.items() if one is best), None)
+        if used is None or len(network) == 1:
+            return None
+        if used != self._used:
             self._used, self._interval, self._wait = used, tuning.compare_first, tuning.compare_first
         self._wait -= 1
+        rival = max((one for one in network.values() if one is not best), key=lambda one: one.rate)
         seconds = self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in rival.plans], context)
-        lost = max(0.0, seconds * (1.0 - rival.rate / rate))
-        if used is None or self._wait > 0 or self._explored + lost > tuning.explore * self._time:
-            return False
+        lost = max(0.0, seconds * (1.0 - rival.rate / best.rate))
+        if self._wait > 0 or self._explored + lost > tuning.explore * self._time:
+            return None
         self._explored += lost
         self._wait = self._interval = min(tuning.compare_last, 2 * self._interval)
-        return True
+        return rival
 
-    def _rate_one(
-        self, view: DraftContext, seq: SeqState
-    ) -> tuple[float, DraftPlan, DraftPlan | None, Candidate | None]:
-        """The plan with most tokens per second for a single sequence; if drafting does not pay, the draft that loses
-        least, which a probe would try; and the best plan of another network drafter."""
-        tuning, base = self.tuning, 1.0 / self.cost.curve(None, 1, view.context)[0]
-        best, best_rate = NO_DRAFT, base * (1.0 + tuning.margin)
-        kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
-        least: DraftPlan | None = None
-        least_rate = 0.0
-        by_name, two = dict[str, Candidate](), len(self.drafters) > 2  # of network drafters, where there are two
+    def _rate_one(self, view: DraftContext, seq: SeqState) -> dict[str | None, Candidate]:
+        """By drafter, the plan with most tokens per second for a single sequence, of those whose loss it could bear."""
+        rated: dict[str | None, Candidate] = {}
         for name in self.drafters:
             offer = self._offer(view, name)
             if offer is None:
                 continue
             cap, source, shared = offer
-            toll, top, top_rate = self._catch_up_cost(view, name), 0, 0.0
+            toll = self._catch_up_cost(view, name)
             options = self._ending_option if shared.calibrated else self._fixed_options
-            for k, nodes, tokens_a_second, bearable in options(view, seq, source, shared, cap):
-                rate = tokens_a_second / (1.0 + tokens_a_second * toll) if toll else tokens_a_second
-                if rate > top_rate:
-                    top, top_rate = k, rate
-                if not bearable:
-                    continue
-                if two and not self.cost.free(name) and (name not in by_name or rate > by_name[name].rate):
-                    by_name[name] = Candidate(rate, [DraftPlan(name, k, nodes=nodes)])
-                if rate > best_rate:
-                    best, best_rate = DraftPlan(name, k, nodes=nodes), rate
-                if name == seq.last.drafter and (shared.calibrated or (k, nodes) == (seq.last.k, seq.last.nodes)):
-                    kept, kept_rate = DraftPlan(name, k, nodes=nodes), rate
-            if top_rate > least_rate:
-                least, least_rate = DraftPlan(name, 1 if top_rate < base else max(1, top)), top_rate
-        if kept_rate >= best_rate * (1.0 - tuning.hysteresis) and (kept.k == 0 or kept_rate > base):
-            best = kept
-        seq.last = best
-        if best.k > 0:
-            seq.interval = seq.wait = tuning.probe_first
-        by_name.pop(best.drafter or "", None)
-        return best_rate, best, least, max(by_name.values(), key=lambda one: one.rate, default=None)
+            for k, nodes, rate in options(view, seq, source, shared, cap):
+                rate = rate / (1.0 + rate * toll) if toll else rate
+                if name not in rated or rate > rated[name].rate:
+                    rated[name] = Candidate(rate, [DraftPlan(name, k, nodes=nodes)])
+        return rated
 
     def _ending_option(
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
-    ) -> Iterator[tuple[int, int, float, bool]]:
-        """For drafts that end themselves K does not determine the gain: past cycles do. Returns K, tokens of a tree,
-        tokens per second, and whether the request could bear the loss."""
+    ) -> Iterator[tuple[int, int, float]]:
+        """K, tokens of a tree and tokens per second. For drafts that end themselves K does not determine the gain: past
+        cycles do."""
         times = self.cost.curve(source.drafter, 1, view.context)
         most = min(cap, self.cost.reach(source.drafter, 1, view.context, self.tuning.sure))
         top = self._risk(seq, shared, times, most)
         # near its limit of losses: one row more than the chain would have
         nodes = 0 if not shared.proven else view.nodes if top == most else min(view.nodes, top + 1)
-        yield top, nodes if nodes > 1 else 0, self._yield(seq, source, shared, times), top > 0
+        if top:
+            yield top, nodes if nodes > 1 else 0, self._yield(seq, source, shared, times)
 
     def _fixed_options(
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
-    ) -> Iterator[tuple[int, int, float, bool]]:
-        """The same for the K that matter, for chains and for trees of a fixed size."""
+    ) -> Iterator[tuple[int, int, float]]:
+        """The same for the best K, of a chain and of a tree of a fixed size."""
         name, expected = source.drafter, self._expected(seq, source, shared)
         kinds = [(0, cap, 1.0)]
         if view.nodes >= TIMED and shared.proven and self.cost.has_trees(name):
-            kinds.append((view.nodes, min(cap, DEEPEST), shared.lift))
+            kinds.append((view.nodes, min(cap, DEEPEST), shared.in_trees / shared.in_chains))
         for nodes, deepest, lift in kinds:
             curve = self.cost.curve(name, 1, view.context, nodes > 0)
-            limit = self._risk(seq, shared, curve, deepest)
-            pairs = zip(expected[1 : deepest + 1], curve[1:])
+            pairs = zip(expected[1 : self._risk(seq, shared, curve, deepest) + 1], curve[1:])
             rates = [(1.0 + lift * (tokens - 1.0)) / seconds for tokens, seconds in pairs]
-            worth = {rates.index(max(rates)) + 1}  # the best, the best that is bearable, and what was chosen last
-            if limit:
-                worth.add(rates.index(max(rates[:limit])) + 1)
-                if name == seq.last.drafter and nodes == seq.last.nodes and seq.last.k <= limit:
-                    worth.add(seq.last.k)
-            for k in sorted(worth):
-                yield k, nodes, rates[k - 1], k <= limit
+            if rates:
+                yield rates.index(max(rates)) + 1, nodes, max(rates)
 
     def _catch_up_cost(self, view: DraftContext, name: str) -> float:
         """Seconds per output token that a drafter's reading of the text costs within the tokens left."""
@@ -196,17 +161,15 @@ class Controller:
         name = source.drafter
         mine = seq.yields.get(name) or seq.yields.setdefault(name, CycleStats())
         made, verified, drafted = mine.beside(shared.worth, self.tuning.yield_weight)
-        at = min(int(verified), MAX_DRAFT - 1)
-        seconds = times[at] + (verified - at) * (times[at + 1] - times[at])
-        return made / (seconds + (drafted - verified) * self.cost.further(name))
+        return made / (at_k(times, verified) + (drafted - verified) * self.cost.further(name))
 
     def _ending(self, view: DraftContext, choice: DraftPlan, context: int, size: int, rate: float) -> DraftPlan:
         """The confidence at which a draft should end: a further token must be worth, at this rate, the time it adds."""
-        shared = self._shared.get(Source(choice.drafter or "", 0, view.adapter))
-        if choice.drafter is None or choice.drafter == "ngram" or shared is None or not shared.calibrated:
+        name, tuning = choice.drafter, self.tuning
+        if name is None or name == "ngram" or not self.acceptance[Source(name, 0, view.adapter)].calibrated:
             return choice
-        tuning, k = self.tuning, max(2, self.cost.reach(choice.drafter, size, context, self.tuning.sure))
-        verify, whole = self.cost.curve(None, size, context), self.cost.curve(choice.drafter, size, context)
+        k = max(2, self.cost.reach(name, size, context, tuning.sure))
+        verify, whole = self.cost.curve(None, size, context), self.cost.curve(name, size, context)
         row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
         stop, drop = rate * token / tuning.next_token, rate * row
         if not choice.nodes:
@@ -220,7 +183,7 @@ class Controller:
         if cap <= 0:
             return None
         source = Source(name, match_range(view.match_len) if name == "ngram" else 0, view.adapter)
-        shared = self._stats(source)
+        shared = self.acceptance[source]
         if shared.judged < 8 and not self.cost.free(name) and not shared.carded:
             cap = min(cap, 2 + shared.accepted)  # unproven: drafts grow as tokens are accepted
         return cap, source, shared
@@ -237,9 +200,6 @@ class Controller:
             seq.expected[source] = expected
         return expected
 
-    def _stats(self, source: Source) -> DrafterStats:
-        return self._shared.get(source) or self._shared.add(source, self.cost.free(source.drafter))
-
     def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], cap: int) -> int:
         """The longest draft whose loss this request could bear: without any acceptance it loses a few percent."""
         start, rate = self.tuning.risk if shared.proven else self.tuning.unproven_risk
@@ -249,17 +209,20 @@ class Controller:
             k -= 1
         return k
 
-    def _maybe_probe(self, view: DraftContext, seq: SeqState, probe: DraftPlan, times: Sequence[float]) -> DraftPlan:
-        """A probe's draft does not end early: tokens left out would not be measured."""
-        tuning = self.tuning
-        reading = self._catch_up_cost(view, probe.drafter or "") * min(view.remaining, tuning.horizon)
-        seq.wait -= 1
-        if seq.wait > 0 or self._explored + times[probe.k] - times[0] + reading > tuning.explore * self._time:
+    def _maybe_probe(self, view: DraftContext, seq: SeqState, context: int, size: int) -> DraftPlan:
+        """A token of the drafter that costs least. It does not end early: a token left out would not be measured."""
+        offered = [name for name in self.drafters if self._offer(view, name) is not None]
+        if not offered:
             return NO_DRAFT
-        seq.interval = min(tuning.probe_last, seq.interval * 2)
-        seq.wait = seq.interval
+        tuning, name = self.tuning, min(offered, key=lambda name: self.cost.curve(name, size, context)[1])
+        times = self.cost.curve(name, size, context)
+        reading = self._catch_up_cost(view, name) * min(view.remaining, tuning.horizon)
+        seq.wait -= 1
+        if seq.wait > 0 or self._explored + times[1] - times[0] + reading > tuning.explore * self._time:
+            return NO_DRAFT
+        seq.wait = seq.interval = min(tuning.probe_last, seq.interval * 2)
         seq.probing = True
-        return probe
+        return DraftPlan(name, 1)
 
     def reuse_plan(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
         """The last plan, if it is still valid for this batch (of a single sequence: unless it found a longer match);
@@ -289,15 +252,14 @@ class Controller:
 
     def _rate_batch(
         self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int
-    ) -> tuple[float, list[DraftPlan], Candidate | None]:
-        """The plan with most tokens per second for the whole batch: within a maximum K for all, each sequence's K
-        after which a token is worth less than its row costs. Also the best plan of another network drafter."""
+    ) -> dict[str | None, Candidate]:
+        """By drafter that takes time (at most one runs in a cycle; free ones always may), the plan with most tokens per
+        second for the whole batch: within a maximum K for all, each sequence's K after which a token is worth less than
+        its row costs."""
         size, tuning = len(seqs), self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
-        best, used = Candidate(size / verify[0] * (1.0 + tuning.batch_margin), [NO_DRAFT] * size), None
-        by_name: dict[str, Candidate] = {}
-        dear = [name for name in self.drafters if not self.cost.free(name)]
-        for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may
+        rated: dict[str | None, Candidate] = {}
+        for runs in [*(name for name in self.drafters if not self.cost.free(name)), None]:
             rows: list[list[float]] = []
             owners: list[str | None] = []
             for view, seq in zip(seqs, states, strict=True):
@@ -320,15 +282,12 @@ class Controller:
             paid, drafting = np.asarray([o == runs for o in owners]), np.zeros(MAX_DRAFT + 1)
             if runs is not None:
                 drafting = np.asarray(self.cost.draft_curve(CostPart("draft", runs), max(1, int(paid.sum()))))
-            fill = self._stats(Source(runs)).fill if runs is not None else 1.0
+            fill = self.acceptance[Source(runs)].fill if runs is not None else 1.0
             rate, ks = choose_k(np.asarray(rows), paid, verify, drafting, fill)
-            made = Candidate(rate, [DraftPlan(o, k) if k and o else NO_DRAFT for o, k in zip(owners, ks, strict=True)])
-            if runs is not None and any(plan.drafter == runs for plan in made.plans):
-                by_name[runs] = made
-            if rate > best.rate:
-                best, used = made, runs
-        by_name.pop(used or "", None)
-        return best.rate, best.plans, max(by_name.values(), key=lambda one: one.rate, default=None)
+            plans = [DraftPlan(o, k) if k and o else NO_DRAFT for o, k in zip(owners, ks, strict=True)]
+            if runs is None or any(plan.drafter == runs for plan in plans):
+                rated[runs] = Candidate(rate, plans)
+        return rated
 
     def _note(self, seqs: Sequence[DraftContext], states: list[SeqState], plans: list[DraftPlan], context: int) -> None:
         """Account for the cycle about to run: its cost compared with a plain one."""
@@ -377,7 +336,7 @@ class Controller:
         for learn in told:
             learn()
 
-    def _learn(self, outcome: Outcome) -> None:
+    def _learn(self, outcome: tuple[str, str | None, int, int, Sequence[float] | None, VerifiedTree | None]) -> None:
         id, drafter, drafted, accepted, confidence, tree = outcome
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
         self._cycle.append((drafter, drafted, steps))
@@ -391,14 +350,13 @@ class Controller:
         seconds = seq.curve[min(seq.planned if fixed else drafted, len(seq.curve) - 1)]
         if confidence is not None and steps != drafted and len(seq.curve) > 1:  # a token left out took time as well
             seconds += (steps - drafted) * self.cost.further(drafter)
-        gain = accepted + 1 - seconds / seq.step
-        seq.loss_budget += gain
+        seq.loss_budget += accepted + 1 - seconds / seq.step
         if seq.probing:
             # The whole batch waits for a probe, and only this sequence gains by it.
-            self._explored = max(0.0, self._explored + seq.step * (accepted + 1 - gain - 1.0) - accepted * seq.plain)
+            self._explored = max(0.0, self._explored + seconds - seq.step - accepted * seq.plain)
             seq.probing = False
         source = seq.source if seq.source.drafter == drafter else Source(drafter, 0, seq.source.adapter)
-        shared, tuning = self._stats(source), self.tuning
+        shared, tuning = self.acceptance[source], self.tuning
         if shared.worth is not None:
             shared.worth.add(accepted + 1, drafted, steps, tuning.keep)
             if drafter in seq.yields:
@@ -444,19 +402,8 @@ class Controller:
 
     def trust(self, drafter: str, adapter: str = "") -> list[float]:
         """Acceptance by confidence, 16 bins: index with int(confidence · 16), at most 15. The list never changes."""
-        shared = self._shared.get(Source(drafter, 0, adapter))
-        return shared.trust if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
+        return self.acceptance[Source(drafter, 0, adapter)].trust
 
     def finish(self, id: str) -> None:
         self._apply_observations()
         self._seqs.pop(id, None)
-
-    # ---- looking in ----
-    def snapshot(self) -> dict[str, object]:
-        self._apply_observations()
-        return {
-            "acceptance": {str(source): [round(a, 4) for a in stats.a] for source, stats in self._shared.items()},
-            "drafts": {str(source): stats.judged for source, stats in self._shared.items()},
-            "explored_share": self._explored / self._time if self._time else 0.0,
-            "running": len(self._seqs),
-        }

@@ -41,21 +41,19 @@ class CostTable:
     def __init__(
         self,
         verify: Mapping[tuple[int, int], Sequence[float]] | None = None,
-        draft: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
+        draft: Mapping[str | CostPart, Mapping[int, Sequence[float]]] | None = None,
         key: str | None = None,
         reading: Mapping[str, float] | None = None,
-        trees: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
     ) -> None:
-        """verify by batch and context, draft and trees (of a fixed size, by depth) by drafter and batch, reading:
-        seconds per token. Without figures a guess: a row costs 15 % of a plain step, a drafted token 8 %."""
+        """verify by batch and context, draft by part (a bare name: its drafts) and batch, reading: seconds per token.
+        Without figures a guess: a row costs 15 % of a plain step, a drafted token 8 %."""
         if verify is None:
             verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(CURVE_LENGTH)] for b in (1, 32)}
         if draft is None:
             draft = {name: {1: [0.08 * k for k in range(CURVE_LENGTH)]} for name in ("mtp", "draft_model")}
         if not verify:
             raise OutriderError("a cost table needs at least one measured step")
-        by_part = {CostPart("draft", name): curves for name, curves in draft.items()}
-        by_part |= {CostPart("tree", name): curves for name, curves in (trees or {}).items()}
+        by_part = {CostPart("draft", p) if isinstance(p, str) else p: curves for p, curves in draft.items()}
         for curve in [*verify.values(), *(curve for curves in by_part.values() for curve in curves.values())]:
             if len(curve) != CURVE_LENGTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
                 raise OutriderError(f"cost table: a curve needs {CURVE_LENGTH} finite times >= 0")
@@ -223,12 +221,12 @@ class CostTable:
     @staticmethod
     def from_json(raw: Foreign) -> CostTable:
         try:
-            by_kind: dict[str, dict[str, dict[int, Curve]]] = {"draft": {}, "tree": {}}
+            draft: dict[str | CostPart, dict[int, Curve]] = {}
             for kind, name, batch, seconds in raw["draft"]:
-                by_kind[kind].setdefault(name, {})[int(batch)] = seconds
+                draft.setdefault(CostPart(kind, name), {})[int(batch)] = seconds
             verify = {(int(b), int(c)): t for b, c, t in raw["verify"]}
             reading = {str(n): float(t) for n, t in raw["reading"].items()}
-            table = CostTable(verify, by_kind["draft"], raw["key"], reading, by_kind["tree"])
+            table = CostTable(verify, draft, raw["key"], reading)
             for part, batch, by_k in raw["factor"]:
                 if len(by_k) != CURVE_LENGTH:
                     raise ValueError("by_k")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, DraftTree
+from ..types import MAX_DRAFT, DraftPlan, DraftTree
 from .acceptance import CycleStats, PositionStats
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
@@ -75,10 +75,6 @@ class Source(NamedTuple):
     match: int = 0
     adapter: str = ""
 
-    def __str__(self) -> str:
-        name = f"{self.drafter}:{self.match}" if self.drafter == "ngram" else self.drafter
-        return f"{name} with {self.adapter}" if self.adapter else name
-
 
 class SeqState:
     def __init__(self, wait: int) -> None:
@@ -86,7 +82,6 @@ class SeqState:
         # tokens per cycle for K = 0..16, by source; forgotten when one is observed
         self.expected: dict[Source, list[float]] = {}
         self.yields: dict[str, CycleStats] = {}  # by drafter: statistics of drafts that end themselves in this request
-        self.last = NO_DRAFT  # what was chosen last, probes aside
         self.loss_budget = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
         self.tokens = 0  # emitted so far
         self.interval = wait  # cycles between two probes; doubles while they find nothing

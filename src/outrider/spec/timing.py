@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from .cost import CURVE_LENGTH, CostTable, Curve, at_k, bracket, monotone
+import numpy as np
+
+from .cost import CURVE_LENGTH, CostTable, Curve, at_k, monotone
 from .plan import READING, VERIFY, CostPart
 
 Cell = tuple[CostPart, int, int, int]  # (part, batch, k, context)
@@ -60,52 +62,54 @@ def measure(
     key: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
+    rounds: int = ROUNDS,
 ) -> CostTable:
     """Time the most informative cells within the budget; others are derived.
 
     whole: a drafter's probe runs a cycle (that of a tree always does). A cell's time is the median of its ratios to the
     plain step of the same round: next to a busy process the least samples would mislead, as only short steps run
     undisturbed."""
-    batches, ks = grid.batches, grid.ks
-    start, first = clock(), min(grid.contexts)
-    order = _order(drafters, grid)
+    (one, *_), ks, first = grid.batches, grid.ks, min(grid.contexts)
+    start, order = clock(), _order(drafters, grid)
     times: dict[Cell, list[float]] = {}
     shares: dict[Cell, list[float]] = {}  # the same, in plain steps of the same round
     # A single user's choices rest on these, so they are timed most often.
-    near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0].kind != "reading"]
+    near = [cell for cell in order if cell[1] == one and cell[3] == first and cell[0].kind != "reading"]
+
+    def run(cell: Cell) -> float:
+        began = clock()
+        probe(*cell)
+        return max(1e-9, clock() - began)
+
     # Round by round, so that a slow moment affects one sample of each cell and not all samples of one.
-    for rounds in range(ROUNDS):
-        for cell in order if rounds < 2 else near:
+    for turn in range(rounds):
+        for cell in order if turn < 2 else near:
             left = budget_s - (clock() - start)
             part, batch, k, _ = cell
             guess = min(times[cell]) if cell in times else _guess(times, part, batch * (k + 1))
-            mandatory = rounds == 0 and batch == batches[0] and (part != VERIFY or k in (ks[0], ks[-1]))
+            mandatory = turn == 0 and batch == one and (part != VERIFY or k in (ks[0], ks[-1]))
             if not mandatory and guess * (2 if cell not in times else 1) > left:
                 continue
-            began = clock()
-            probe(*cell)
-            took = clock() - began
+            took = run(cell)
             # The first run of a shape compiles, allocates, fills caches. It counts only where time is out and it cannot
             # have compiled much.
             if cell not in times and not (mandatory and clock() - start > budget_s and took <= 4 * guess):
-                began = clock()
-                probe(*cell)
-                took = clock() - began
+                took = run(cell)
             times.setdefault(cell, []).append(took)
-            shares.setdefault(cell, []).append(took / max(times[order[0]][-1], 1e-9))
+            shares.setdefault(cell, []).append(took / times[order[0]][-1])
     plain = median_low(times[order[0]])
     usual = {cell: plain * median_low(found) for cell, found in shares.items()}
     read = {}
     for d in drafters:
         if d.reads:
-            seconds = usual.pop((CostPart("reading", d.name), batches[0], 1, first))
-            read[d.name] = max(0.0, seconds - usual[d.draft, batches[0], d.ks[0], first]) / READING
+            seconds = usual.pop((CostPart("reading", d.name), one, 1, first))
+            read[d.name] = max(0.0, seconds - usual[d.draft, one, d.ks[0], first]) / READING
     for cell in [cell for cell in usual if cell[0].kind == "tree" or (whole and cell[0].kind == "draft")]:
         seconds = usual.pop(cell)
         verify = {k: t for (part, b, k, c), t in usual.items() if part == VERIFY and (b, c) == (cell[1], cell[3])}
         if verify:
             usual[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
-    return _assemble(usual, drafters, batches, key, read)
+    return _assemble(usual, drafters, grid, key, read)
 
 
 def _order(drafters: Sequence[TimedDrafter], grid: ProbeGrid) -> list[Cell]:
@@ -127,37 +131,18 @@ def agrees(
     probe: Probe,
     drafter: str | None,
     context: int,
-    k: int = 4,
-    budget_s: float = 0.5,
+    budget_s: float = 0.25,
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
 ) -> bool:
-    """Is a stored table still valid? Times a plain and a drafted cycle side by side (without a drafter that takes
-    time, a verify pass over k tokens): only their ratio counts. Close agreement needs few samples."""
-    drafted = [] if whole and drafter is not None else [(VERIFY, 1, k, context)]
-    drafted += [(CostPart("draft", drafter), 1, k, context)] if drafter is not None else []
-    cells = [(VERIFY, 1, 0, context), *drafted]
-    curve = table.curve(drafter, 1, context)
-    if not (curve[0] > 0.0 and curve[k] > 0.0):
-        return False  # a cycle takes time: this was not measured
-    ratios, start = list[float](), clock()
-    for rounds in range(ROUNDS):
-        times = []
-        for cell in cells:
-            began = clock()
-            probe(*cell)
-            times.append(clock() - began)
-        if min(times) <= 0.0:
-            return False  # a clock too coarse to time one step
-        if rounds:  # the first run of a shape compiles, allocates, fills caches
-            ratios.append(sum(times[1:]) / times[0])
-        late = rounds > 0 and clock() - start > budget_s
-        if rounds >= 2 or late:
-            off = abs(math.log(median_low(ratios) * curve[0] / curve[k]))
-            if off < (DISAGREE if rounds >= 6 or late else DISAGREE / 3):
-                return True
-        if late:
-            break
+    """Is a stored table still valid? Times a plain and a drafted cycle (without a drafter that takes time, a verify
+    pass): only their ratio counts. Close agreement needs few samples."""
+    timed, k = [TimedDrafter(drafter, one_pass=True)] if drafter is not None else [], 4
+    was, grid = table.curve(drafter, 1, context), ProbeGrid((1,), (context,), (0, k))
+    for rounds, tolerance in ((2, DISAGREE / 3), (ROUNDS, DISAGREE)):
+        now = measure(probe, timed, grid, budget_s, None, clock, whole, rounds).curve(drafter, 1, context)
+        if was[0] > 0.0 and abs(math.log(now[k] / now[0] * was[0] / was[k])) < tolerance:
+            return True
     return False
 
 
@@ -173,62 +158,48 @@ def _guess(times: Mapping[Cell, Sequence[float]], part: CostPart, rows: int) -> 
 def _assemble(
     times: Mapping[Cell, float],
     drafters: Sequence[TimedDrafter],
-    batches: Sequence[int],
+    grid: ProbeGrid,
     key: str | None,
     read: Mapping[str, float],
 ) -> CostTable:
     groups: dict[tuple[CostPart, int, int], dict[int, float]] = {}
     for (part, batch, k, context), seconds in times.items():
         groups.setdefault((part, batch, context), {})[k] = seconds
-    base_batch = min(b for p, b, _ in groups if p == VERIFY)
-    base_context = min(c for p, b, c in groups if p == VERIFY and b == base_batch)
-    base = _spread(groups[VERIFY, base_batch, base_context])
-    # the base curve, read at the same number of rows, replaces batches that were not timed ...
-    same_rows = {
-        b: [at_k(base, b * (k + 1) / base_batch - 1) for k in range(CURVE_LENGTH)]
-        for b in {*batches, *(b for _, b, _ in groups)}
-    }
-    timed = {b for p, b, _ in groups if p == VERIFY}  # batches between two of these are interpolated
-    known_batches = [b for b in batches if b > max(timed) or b in timed]
-    verify = {(b, base_context): monotone(same_rows[b]) for b in known_batches}
+    one, first = grid.batches[0], min(grid.contexts)
+    base = _spread(groups[VERIFY, one, first])
+    # Read at the same number of rows, the base curve replaces batches beyond those that were timed (those between are
+    # interpolated) and gives the shape in K between the few widths that were timed.
+    same_rows = {b: [at_k(base, b * (k + 1) / one - 1) for k in range(CURVE_LENGTH)] for b in grid.batches}
+    largest = max(b for part, b, _ in groups if part == VERIFY)
+    verify = {(b, first): monotone(same_rows[b]) for b in grid.batches if b > largest}
     for (part, batch, context), known in groups.items():
-        if part == VERIFY:  # ... and gives the shape in K between the few widths that were timed
+        if part == VERIFY:
             verify[batch, context] = monotone(_follow(same_rows[batch], known))
-    far = {c: verify[base_batch, c] for b, c in verify if b == base_batch and c != base_context}
-    for batch in {b for b, _ in verify if b != base_batch}:  # attention's share grows with batch and context alike
-        for context, curve in far.items():
-            if (batch, context) not in verify and (batch, base_context) in verify:
-                near = zip(verify[batch, base_context], curve, verify[base_batch, base_context], strict=True)
-                verify[batch, context] = [t + max(0.0, f - n) * batch / base_batch for t, f, n in near]
-    draft: dict[str, dict[int, Curve]] = {}
-    trees: dict[str, dict[int, Curve]] = {}
+    near = {b: curve for (b, c), curve in verify.items() if c == first}
+    for far in [c for b, c in verify if c != first]:  # attention's share grows with batch and context alike
+        for batch, curve in near.items():
+            if batch != one:
+                pairs = zip(curve, verify[one, far], near[one], strict=True)
+                verify[batch, far] = [t + max(0.0, f - n) * batch / one for t, f, n in pairs]
+    parts: dict[str | CostPart, dict[int, Curve]] = {}
     for d in drafters:
         for (part, batch, _), known in groups.items():
             if part in d.parts:
                 curve = [0.0, *[max(known.values())] * (CURVE_LENGTH - 1)] if d.one_pass else _spread({0: 0.0, **known})
-                (trees if part.kind == "tree" else draft).setdefault(d.name, {})[batch] = curve
-    return CostTable(verify, draft, key, read, trees)
+                parts.setdefault(part, {})[batch] = curve
+    return CostTable(verify, parts, key, read)
 
 
 def _spread(known: Mapping[int, float]) -> Curve:
     """Times at a few K -> at all K: linear between, the mean slope beyond."""
-    ks = sorted(known)
-    if len(ks) == 1:
-        return [known[ks[0]]] * CURVE_LENGTH
-    slope = max(0.0, (known[ks[-1]] - known[ks[0]]) / (ks[-1] - ks[0]))
-    curve = []
-    for k in range(CURVE_LENGTH):
-        lo, hi, w = bracket(ks, k)
-        curve.append(known[ks[-1]] + slope * (k - ks[-1]) if k > ks[-1] else known[lo] + w * (known[hi] - known[lo]))
-    return monotone(curve)
+    ks, times = zip(*sorted(known.items()))
+    slope = max(0.0, (times[-1] - times[0]) / max(1, ks[-1] - ks[0]))
+    every = np.arange(CURVE_LENGTH)
+    return monotone(np.interp(every, ks, times) + slope * np.maximum(0, every - ks[-1]))
 
 
 def _follow(reference: Sequence[float], known: Mapping[int, float]) -> Curve:
     """The reference's shape, scaled through the known points (their ratio to it, linear in K)."""
-    ratio = {k: t / reference[k] for k, t in known.items()}
-    ks = sorted(ratio)
-    curve = []
-    for k in range(CURVE_LENGTH):
-        lo, hi, w = bracket(ks, min(max(k, ks[0]), ks[-1]))
-        curve.append(reference[k] * (ratio[lo] + w * (ratio[hi] - ratio[lo])))
-    return curve
+    ks = sorted(known)
+    ratios = np.interp(range(CURVE_LENGTH), ks, [known[k] / reference[k] for k in ks])
+    return [t * float(ratio) for t, ratio in zip(reference, ratios, strict=True)]

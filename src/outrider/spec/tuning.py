@@ -45,7 +45,6 @@ class Tuning:
     unproven_risk: tuple[float, float] = (0.25, 0.02)
     margin: float = 0.01  # predicted gain below which a single sequence keeps decoding plainly
     batch_margin: float = 0.05  # the same for a batch, in which all pay for a wrong guess
-    hysteresis: float = 0.01  # predicted gain below which the last choice is kept
     explore: float = 0.008  # share of all time that probing may cost
     probe_first: int = 8  # cycles between probes: doubles while they fail,
     probe_last: int = 512  # up to this

@@ -8,7 +8,7 @@ from tests.costs import linear
 from outrider.spec.acceptance_profile import AcceptanceProfile
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import DraftContext, VerifiedTree
+from outrider.spec.plan import CostPart, DraftContext, Source, VerifiedTree
 from outrider.spec.tuning import Tuning
 from outrider.types import NO_DRAFT, OutriderError
 
@@ -108,7 +108,8 @@ def test_a_k_that_was_asked_for_teaches_nothing():
         controller.plan([view("free", mtp=0), view("asked", mtp=0, fixed=True)])
         controller.observe("asked", "mtp", 8, 0, None)
     controller.observe("planned elsewhere", "mtp", 4, 0, None)
-    assert not any(controller.snapshot()["drafts"].values()) and controller.snapshot()["running"] == 2
+    controller.plan([view("free", mtp=0)])
+    assert not any(stats.judged for stats in controller.acceptance.values()) and len(controller._seqs) == 2
 
 
 def test_an_adapted_target_has_an_acceptance_of_its_own():
@@ -120,8 +121,8 @@ def test_an_adapted_target_has_an_acceptance_of_its_own():
         for id in (f"base {turn}", f"adapted {turn}"):
             controller.finish(id)
     assert sum(choice.k for choice in drafted) <= 4, "a new request of the adapter knows it from the start"
-    learnt = controller.snapshot()["acceptance"]
-    assert learnt["mtp"][0] > 0.9 > 0.1 > learnt["mtp with pirate"][0]
+    learnt = controller.acceptance
+    assert learnt[Source("mtp")].a[0] > 0.9 > 0.1 > learnt[Source("mtp", adapter="pirate")].a[0]
     assert [w for w in controller.warnings if "'pirate'" in w] == controller.warnings != []
     assert run(controller, 4, 6, id="new", adapter="knight")[-1].k >= 3, "another one starts from the base model's"
 
@@ -130,7 +131,7 @@ def test_only_so_many_adapters_are_remembered():
     controller = Controller(copy(DEAR), ("mtp",), tuning=Tuning(adapters=3))
     for i in range(9):
         run(controller, 1, 1, id=str(i), adapter=f"adapter {i}")
-    assert list(controller.snapshot()["acceptance"]) == ["mtp", *(f"mtp with adapter {i}" for i in (6, 7, 8))]
+    assert [source.adapter for source in controller.acceptance] == ["", *(f"adapter {i}" for i in (6, 7, 8))]
 
 
 def test_those_whose_k_was_asked_for_are_company():
@@ -212,7 +213,8 @@ def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
     much."""
     drafting = [2e-4 * k for k in range(17)]
     cost = CostTable(
-        {(1, 0): [0.01] * 17}, {"mtp": {1: drafting}}, trees={"mtp": {1: [t + extra * (t > 0) for t in drafting]}}
+        {(1, 0): [0.01] * 17},
+        {"mtp": {1: drafting}, CostPart("tree", "mtp"): {1: [t + extra * (t > 0) for t in drafting]}},
     )
     c, parents = (
         Controller(cost, ("mtp",), {"mtp": AcceptanceProfile("", (0.6,), (), 0)}),

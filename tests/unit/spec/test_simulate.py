@@ -165,7 +165,8 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
         found = compare(judged, cost, ours, noise=0.03, seed=order)
         assert found.of_static >= 0.98 and found.of_best_fixed >= 1.03 and found.speedup > 1.4
         assert found.worst[1] >= 0.92
-        spent = replay(judged, ours.fresh(ours.drafters), cost, noise=0.03, seed=order).seconds
+        again = Controller(CostTable.from_json(ours.cost.to_json()), ours.drafters, {"mtp": card})
+        spent = replay(judged, again, cost, noise=0.03, seed=order).seconds
         for trace in judged:
             by_prompt.setdefault(trace.id, []).append(fixed_seconds(trace, "mtp", 0, cost) / spent[trace.id])
         for category in {t.category for t in judged}:
