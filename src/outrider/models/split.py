@@ -26,10 +26,6 @@ class TPRank:
     rank: int = 0
     world: int = 1
 
-    def of(self, size: int, alignment: int = 1) -> Span:
-        """This process's piece of `size`, cut at multiples of `alignment`; pieces differ by at most one alignment."""
-        return piece(size, self.rank, self.world, alignment)
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -61,7 +57,7 @@ SOLO = Collectives()
 
 
 def piece(size: int, index: int, parts: int, alignment: int = 1) -> Span:
-    """The index-th of `parts` pieces of `size`, cut at multiples of `alignment`."""
+    """The index-th of `parts` pieces of `size`, cut at multiples of `alignment`; they differ by at most one of it."""
     each, more = divmod(-(-size // alignment), parts)
     lo = index * each + min(index, more)
     return min(size, lo * alignment), min(size, (lo + each + (index < more)) * alignment)
@@ -70,7 +66,7 @@ def piece(size: int, index: int, parts: int, alignment: int = 1) -> Span:
 def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
     group = heads // kv_heads  # query heads that read one K/V head
     if kv_heads >= tp.world:
-        lo, hi = tp.of(kv_heads)
+        lo, hi = piece(kv_heads, tp.rank, tp.world)
         return (lo * group, hi * group), (lo, hi)
     for kv in range(kv_heads):
         first, end = piece(tp.world, kv, kv_heads)  # the processes that keep this K/V head
@@ -82,7 +78,7 @@ def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
 
 def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int]) -> tuple[ModelConfig, Shards]:
     """This process's configuration, and its shard of each weight. alignment(name): where columns may be cut."""
-    tokens = (Shard((tp.of(config.vocab_size),)),)
+    tokens = (Shard((piece(config.vocab_size, tp.rank, tp.world),)),)
     cuts: Shards = {"embed": tokens}
     if not config.tied:
         cuts["head"] = tokens
@@ -132,4 +128,4 @@ def _inner(size: int, tp: TPRank, alignment: int, what: str) -> Span:
     if -(-size // alignment) < tp.world:
         pieces = f"{size} wide and may be cut at multiples of {alignment} only"
         raise OutriderError(f"{what} is {pieces}: too few pieces for --tensor-parallel {tp.world}")
-    return tp.of(size, alignment)
+    return piece(size, tp.rank, tp.world, alignment)
