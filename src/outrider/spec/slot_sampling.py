@@ -5,7 +5,8 @@ captured steps as well. Wide tables are allocated when the first request needs t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from ctypes import c_int64
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,7 +118,7 @@ class SlotSampling:
         drawn = [p if hot else GREEDY for p, hot in zip(params, sampled)]  # filters apply to sampled sequences only
         put(self.temperature, [p.temperature if hot else 1.0 for p, hot in zip(params, sampled)])
         put(self.sampled, sampled)
-        put(self.seed, [_int64(p.seed) for p in params])
+        put(self.seed, [c_int64(int(p.seed)).value for p in params])
         put(self.cut.top_k, [_top_k(p, self.vocab) for p in drawn])
         put(self.cut.top_p, [p.top_p for p in drawn])
         put(self.cut.min_logp, [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn])
@@ -133,7 +134,10 @@ class SlotSampling:
                     prompt, output = (upload(ids, torch.int64, self.device) for ids in (row.prompt, row.output))
                     to.in_prompt[row.slot].index_fill_(0, prompt, True)
                     to.counts[row.slot].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-        early = [_min_tokens_mask(p, self.eos) if p.min_tokens else {} for p in params]
+        ends = [
+            sorted({*p.stop_token_ids, *(() if p.ignore_eos else self.eos)}) if p.min_tokens else [] for p in params
+        ]
+        early = [dict.fromkeys(ids, -math.inf) for ids in ends]  # what would end an output before `min_tokens`
         for sparse, pairs in ((self.bias, [p.logit_bias for p in params]), (self.stops, early)):
             if width := sparse.ids.shape[1]:
                 put(sparse.ids, [[*some.keys(), *[0] * (width - len(some))] for some in pairs])
@@ -206,16 +210,6 @@ def filters_of(params: Iterable[SamplingParams], vocab: int) -> Filters:
 
 def _top_k(p: SamplingParams, vocab: int) -> int:
     return p.top_k if 0 < p.top_k < vocab else OFF
-
-
-def _int64(seed: int) -> int:
-    seed = int(seed) & 0xFFFFFFFFFFFFFFFF  # numpy's integers have no room for the mask
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
-def _min_tokens_mask(p: SamplingParams, eos: Sequence[int]) -> Mapping[int, float]:
-    """Added to the logits of tokens that would end an output before `min_tokens`."""
-    return dict.fromkeys(sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos)}), -math.inf)
 
 
 def _word_row(row: Joining, most: int, width: int) -> tuple[Sequence[object], ...]:
