@@ -32,7 +32,7 @@ from .ops.cpu.ops import default_threads
 from .ops.formats import DeviceWeight
 from .ops.reference import Backend, ReferenceOps
 from .parallel import ProcessGroup
-from .spec import acceptance_profile as cards
+from .spec import acceptance as cards
 from .spec import draft_model
 from .spec.block import BlockDrafter, load_block
 from .spec.controller import Controller

@@ -19,7 +19,7 @@ from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.models.decoder import TextModel
 from outrider.prompts import read_prompts
-from outrider.spec import acceptance_profile
+from outrider.spec import acceptance
 from outrider.train import run
 from outrider.train.answers import read_answers
 from outrider.train.block_net import load_net
@@ -76,12 +76,12 @@ def log(folder: Path) -> list[dict]:
 def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """And a drafter that came without a card gets one."""
     target, data, out = world
-    bare = shutil.copytree(out / "drafter", tmp_path / "bare", ignore=shutil.ignore_patterns(acceptance_profile.FILE))
+    bare = shutil.copytree(out / "drafter", tmp_path / "bare", ignore=shutil.ignore_patterns(acceptance.FILE))
     rows = [r for r in log(out) if "loss" in r]
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
     result = evaluate_drafter(str(target), str(bare), EvalConfig(data, max_tokens=32), card=True, say=QUIET)
-    print_of = json.loads((out / "drafter" / acceptance_profile.FILE).read_text())["weights"]
-    card = acceptance_profile.read(bare, print_of)
+    print_of = json.loads((out / "drafter" / acceptance.FILE).read_text())["weights"]
+    card = acceptance.read(bare, print_of)
     assert card is not None and card.judged > 100
     assert set(result["tokens_per_cycle"]) == set(range(1, 17)) and set(result["by_category"]) == {"a", "b"}
     assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(Sequences.load(out / "data.npz"), 4) + 0.3
@@ -239,10 +239,10 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     first = [r for r in log(out) if "final" in r][-1]["final"]["clustered"]["first_position_all_anchors"]
     assert prior.judged > 100 and abs(prior.accepted[0] - first) < 0.05 and len(prior.trust) == 16
     assert "tokens per cycle" in (out / "drafter" / "README.md").read_text().lower()
-    other = json.loads((out / "drafter" / acceptance_profile.FILE).read_text()) | {"weights": "of others"}
+    other = json.loads((out / "drafter" / acceptance.FILE).read_text()) | {"weights": "of others"}
     (out / "other").mkdir()
-    (out / "other" / acceptance_profile.FILE).write_text(json.dumps(other))
-    assert acceptance_profile.read(out / "other", prior.weights) is None
+    (out / "other" / acceptance.FILE).write_text(json.dumps(other))
+    assert acceptance.read(out / "other", prior.weights) is None
 
 
 def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:

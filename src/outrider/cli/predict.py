@@ -17,7 +17,7 @@ from ..models.block_config import is_block
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ForeignDict
 from ..models.vision_config import VisionConfig
-from ..spec import acceptance_profile
+from ..spec import acceptance
 from ..types import OutriderError, require
 from ..weights.files import translate
 from . import common
@@ -84,7 +84,7 @@ def predict(asked: PredictOptions) -> None:
         )
 
 
-def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance_profile.AcceptanceProfile | None]:
+def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:
     """The drafter's configuration and, where it lies on this disk, its acceptance profile. Nothing is fetched."""
     from ..weights import hub
     from ..weights.files import fingerprint
@@ -96,12 +96,12 @@ def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance_pr
     files = hub.resolve(where, "drafter", weights=False)
     if is_block(files.config):
         raise OutriderError(f"{where}: predictions know MTP drafters only; --drafter none predicts plain decoding")
-    known = acceptance_profile.read(Path(files.path), fingerprint(files)) if local else None
+    known = acceptance.read(Path(files.path), fingerprint(files)) if local else None
     return translate(DrafterConfig.from_hf, files), known
 
 
 def _accepted(
-    accept: str | None, setup: model_of.Setup, known: acceptance_profile.AcceptanceProfile | None
+    accept: str | None, setup: model_of.Setup, known: acceptance.AcceptanceProfile | None
 ) -> model_of.Acceptance:
     """The requested acceptance; else the drafter's profile; else a usual drafter's; none without a drafter."""
     if accept is not None or (setup.drafter is not None and known is None):

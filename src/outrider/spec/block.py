@@ -22,8 +22,7 @@ from ..ops.trees import WIDTH, TreeRows, max_nodes
 from ..types import Draft, KVView, OutriderError
 from ..weights.files import Files
 from ..weights.load import LoadOptions, load, translate
-from .acceptance import BINS
-from .acceptance_profile import AcceptanceProfile
+from .acceptance import BINS, AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, confident_round, draft_round, padded
 from .tree import build_fixed_tree, build_tree
 

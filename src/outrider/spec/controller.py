@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
-from .acceptance import CycleStats, DrafterStats, PositionStats
-from .acceptance_profile import AcceptanceProfile, AcceptanceTable
-from .batch_k import choose_k
+from .acceptance import AcceptanceProfile, AcceptanceTable, CycleStats, DrafterStats, PositionStats, Source
 from .cost import CostTable, at_k
-from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, Source, VerifiedTree
+from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, VerifiedTree
 from .tuning import Tuning, match_range
+
+PLANNING = 2e-4  # seconds per step for planning a batch that drafts
+Array = NDArray[np.float64]
 
 
 class Controller:
@@ -407,3 +409,29 @@ class Controller:
     def finish(self, id: str) -> None:
         self._apply_observations()
         self._seqs.pop(id, None)
+
+
+def choose_k(
+    tokens: Array, dear: NDArray[np.bool_], verify: Array, drafting: Array, fill: float
+) -> tuple[float, list[int]]:
+    """The best rate in tokens per second, and the K of each sequence that reaches it. tokens [B, 17]: expected tokens
+    of a cycle by K; dear [B]: sequences whose drafts take time, `drafting` [17] seconds by K, of which a share `fill`
+    is verified; verify [17]: seconds of the target's step by the mean K."""
+    size, steps = len(tokens), np.arange(MAX_DRAFT + 1)
+    filled = np.where(dear, fill, 1.0)[:, None]
+    rate, ks = 0.0, [0] * size
+    worth = size / verify[0]
+    for _ in range(2):
+        price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size
+        net = np.where(tokens > 0.0, tokens - price * steps * filled, -1.0)
+        top = np.maximum.accumulate(net, axis=1)
+        chosen = np.maximum.accumulate(np.where(net >= top, steps, 0), axis=1)  # [B, 17]: K by widest K allowed
+        made = np.take_along_axis(tokens, chosen, axis=1).sum(axis=0)  # [17]
+        width = (chosen * filled).mean(axis=0)
+        depth = np.where(dear[:, None], chosen, 0).max(axis=0)
+        rates = made / (np.interp(width, steps, verify) + drafting[depth] + PLANNING)
+        at = int(rates.argmax())
+        if rates[at] > rate:
+            rate, ks = float(rates[at]), [int(k) for k in chosen[:, at]]
+        worth = rate
+    return rate, ks

@@ -70,7 +70,6 @@ class CostTable:
         self._drafts: dict[tuple[CostPart, int], Curve] = {}
         self._reaches: dict[tuple[str, int, int, float], int] = {}
         self._last: tuple[CostPart | None, int, int] | None = None
-        self._pending = 0
 
     # ---- reading ---------------------------------------------------------------------------------------------------
     def verify(self, batch: int, k: float, context: int) -> float:
@@ -188,9 +187,7 @@ class CostTable:
             self._wrong[at] = self._wrong.get(at, 0.0) + CELL_GAIN * surprise
             self._last = kind
         self.observed += 1
-        self._pending += 1
-        if self._pending >= REBUILD_EVERY:
-            self._pending = 0
+        if self.observed % REBUILD_EVERY == 1:
             self._cache.clear()
             self._reaches.clear()
             for at, log_gain in self._wrong.items():

@@ -19,7 +19,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..ops.backend import DraftRequest, DraftResult
 from ..types import Draft, KVPages, KVView
-from .acceptance_profile import AcceptanceProfile
+from .acceptance import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, DraftTexts, confident_round, padded
 
 PAGE = 32

@@ -19,7 +19,7 @@ from ..ops.backend import BlockCall, DraftResult
 from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView
-from .acceptance_profile import AcceptanceProfile
+from .acceptance import AcceptanceProfile
 from .choose import SamplingBatch
 
 # (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary)

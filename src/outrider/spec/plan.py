@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..types import MAX_DRAFT, DraftPlan, DraftTree
-from .acceptance import CycleStats, PositionStats
+from .acceptance import CycleStats, PositionStats, Source
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (CostPart)
@@ -66,14 +66,6 @@ class VerifiedTree(DraftTree):
     def chain_accepted(self) -> int:
         """How many tokens of the main chain were accepted: what a chain would have gained."""
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
-
-
-class Source(NamedTuple):
-    """Key of acceptance statistics: a drafter, an n-gram match's range of lengths, and the target's adapter."""
-
-    drafter: str
-    match: int = 0
-    adapter: str = ""
 
 
 class SeqState:

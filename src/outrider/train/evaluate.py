@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..ops.reference import ReferenceOps, as_tensor
-from ..spec.acceptance_profile import Runs
+from ..spec.acceptance import Runs
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
 from ..spec.slot_sampling import sampling_batch

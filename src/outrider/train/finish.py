@@ -1,7 +1,7 @@
 """The end of a run: the top of the clustered head, the evaluation, and a folder that holds everything a drafter has.
 
 config.json, generation_config.json, model.safetensors    the drafter
-acceptance.json                                           what the controller expects of it (spec/acceptance_profile.py)
+acceptance.json                                           what the controller expects of it (spec/acceptance.py)
 README.md                                                 its card: what it is, what it reaches, how it was made
 provenance.json, log.jsonl, curve.svg                     where it comes from
 """
@@ -25,8 +25,8 @@ from ..models.block_config import BlockConfig
 from ..models.config import DrafterConfig
 from ..models.decoder import TextModel
 from ..models.inspect import drafter_size, model_size
-from ..spec import acceptance_profile as acceptance
-from ..spec.acceptance_profile import Runs
+from ..spec import acceptance
+from ..spec.acceptance import Runs
 from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub

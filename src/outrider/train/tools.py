@@ -12,7 +12,7 @@ from ..models.block_config import BlockConfig, is_block
 from ..models.inspect import drafter_size, model_size
 from ..models.names import tensor_plan
 from ..prompts import Prompt, read_prompts
-from ..spec import acceptance_profile as acceptance
+from ..spec import acceptance
 from ..types import MAX_DRAFT, require
 from ..weights import hub
 from ..weights.files import fingerprint, open_source

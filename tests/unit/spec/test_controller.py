@@ -5,10 +5,10 @@ import time
 import pytest
 from tests.costs import linear
 
-from outrider.spec.acceptance_profile import AcceptanceProfile
+from outrider.spec.acceptance import AcceptanceProfile, Source
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import CostPart, DraftContext, Source, VerifiedTree
+from outrider.spec.plan import CostPart, DraftContext, VerifiedTree
 from outrider.spec.tuning import Tuning
 from outrider.types import NO_DRAFT, OutriderError
 

@@ -20,9 +20,9 @@ from tests.simulate import (
 )
 from tests.traces import Fixed, broken, synthetic
 
-from outrider.spec.acceptance_profile import AcceptanceProfile, measure
-from outrider.spec.acceptance_profile import read as read_card
-from outrider.spec.acceptance_profile import write as write_card
+from outrider.spec.acceptance import AcceptanceProfile, measure
+from outrider.spec.acceptance import read as read_card
+from outrider.spec.acceptance import write as write_card
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from outrider.spec.acceptance_profile import AcceptanceProfile
+from outrider.spec.acceptance import AcceptanceProfile
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext
