@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
@@ -22,7 +23,6 @@ from .engine.images import ImageEncoder
 from .engine.memory import KVBudget, KVOptions
 from .engine.text import Tokenizer
 from .models.block_config import is_block
-from .models.compat import fits, other_weights
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
 from .models.split import SOLO
@@ -38,9 +38,8 @@ from .spec.block import BlockDrafter, load_block
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostTable, machine_name
 from .spec.draft_model import DraftModel
-from .spec.drafter import Drafter
+from .spec.drafter import Drafter, DrafterPair
 from .spec.mtp import MTPDrafter
-from .spec.pair import DrafterPair
 from .types import OutriderError
 from .weights import hub, load_drafter, load_target
 from .weights.adapter import load_adapter
@@ -268,7 +267,7 @@ def _load_drafter(
         return made_block, f"drafter: {made_block.name} {where} ({note})"
     tp, rounded = target.together.tp, ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
-    reason = fits(own, target.config)
+    reason = own.misfit(target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
     drafter = MTPNet(own, parts, ops, target)
@@ -278,3 +277,18 @@ def _load_drafter(
         unlike = other_weights(model.name, where, own.target_hash, fingerprint(model))
         note += f"; {unlike}" if unlike is not None else ""
     return made, f"drafter: mtp {where} ({note})"
+
+
+def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:
+    """A warning if a drafter was trained for other weights of the model. Our own hold the hash of their target;
+    Google's tell by name (a QAT target wants the QAT assistant)."""
+    if trained_for is not None:
+        if trained_for.partition("+")[0] == is_now:  # after the plus: the hash of an adapter
+            return None
+        return "trained for other weights of this model, so expect fewer accepted drafts"
+    names = [Path(name).name.lower() for name in (target, drafter)]
+    first, second = ("qat" in re.split(r"[-_.]", name) for name in names)
+    if first == second or not all("gemma" in name for name in names):  # a folder called otherwise says nothing
+        return None
+    which = "target" if first else "drafter"
+    return f"the {which} is quantisation-aware (QAT), the other is not: drafts may hardly ever be accepted"

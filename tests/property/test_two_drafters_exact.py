@@ -34,8 +34,8 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.block import BlockDrafter
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
+from outrider.spec.drafter import DrafterPair
 from outrider.spec.mtp import MTPDrafter
-from outrider.spec.pair import DrafterPair
 from outrider.spec.plan import VERIFY, CostPart, DraftContext
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.train import design

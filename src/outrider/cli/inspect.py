@@ -14,7 +14,6 @@ from rich.text import Text
 from ..bench.predict import machine
 from ..config import LoadSettings
 from ..models.block_config import BlockConfig, is_block
-from ..models.compat import fits, reads
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import context_that_fits, drafter_report, drafter_size, model_size, report
 from ..types import OutriderError, require
@@ -152,9 +151,9 @@ def drafter_of(
         }
         return drafter_report(block.kind, reason, kept.parameters, kept.token, token, **about), kept.total
     config = translate(DrafterConfig.from_hf, files)
-    reason, size, kept = fits(config, target), drafter_size(config), stored_size(files, config)
+    reason, size, kept = config.misfit(target), drafter_size(config), stored_size(files, config)
     about = {
-        "reads": list(reads(config, target)) if reason is None else None,
+        "reads": list(config.read_layers(target)) if reason is None else None,
         "clusters": config.clusters,
         "clusters_scored": config.cluster_top,
         "draft_tokens": config.draft_tokens,

@@ -140,7 +140,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DrafterConfig:
     """An MTP drafter: query-only layers over the target's K/V. Layer i attends to that of target layer `reads[i]`;
-    None (Gemma 4's assistants): to the donor of its kind (`compat.bind`)."""
+    None (Gemma 4's assistants): to the donor of its kind (`bound_layers`)."""
 
     model_type: str
     backbone_hidden: int
@@ -157,12 +157,8 @@ class DrafterConfig:
     tied_to_target: bool = False  # the head is the target's embedding, behind a projection
     taps: tuple[int, ...] = ()  # target layers whose hidden states are inputs as well as the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
-    style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/drafter.py
+    gemma: bool = True  # False, style "plain" (own drafters): see models/drafter.py
     weight_bits: int | None = None  # 4: trained so that its layers may be held in 4 bits (blocks of 32)
-
-    @property
-    def gemma(self) -> bool:
-        return self.style == "gemma"
 
     @property
     def head_hidden(self) -> int:
@@ -174,6 +170,51 @@ class DrafterConfig:
         """Whether a projection leads from the drafter's width back to the target's."""
         return self.gemma or self.hidden != self.backbone_hidden
 
+    def read_layers(self, target: ModelConfig) -> tuple[int, ...]:
+        """The target layer whose K/V each layer attends to."""
+        if self.reads is not None:
+            return self.reads
+        return tuple(target.donor(layer.kind) for layer in self.layers)
+
+    def misfit(self, target: ModelConfig) -> str | None:
+        """None where the drafter can run on this target, else the reason why not."""
+        if self.backbone_hidden != target.hidden:
+            made = f"the drafter was made for a hidden size of {self.backbone_hidden}"
+            return f"{made}, {target.model_type} has {target.hidden}"
+        if self.vocab_size != target.vocab_size:
+            return f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}"
+        if any(not 0 <= tap < len(target.layers) for tap in self.taps):
+            return f"the drafter taps layers {list(self.taps)}, the target has {len(target.layers)}"
+        try:
+            read = self.read_layers(target)
+        except OutriderError as error:  # no donor
+            return str(error)
+        if len(read) != len(self.layers):
+            return f"the drafter has {len(self.layers)} layers but names {len(read)} layers to read"
+        for i, (at, layer) in enumerate(zip(read, self.layers, strict=True)):
+            if at not in target.kv_layers:
+                return f"drafter layer {i} reads the K/V of target layer {at}, which owns none"
+            ours, theirs = layer.attn, target.layers[at].attn
+            for what, key in (("head size", "head_dim"), ("K/V heads", "kv_heads"), ("window", "window")):
+                mine, its = getattr(ours, key), getattr(theirs, key)
+                if mine != its:
+                    return f"drafter layer {i} expects {what} {mine}, target layer {at} has {its}"
+            if ours.heads % theirs.kv_heads:
+                return (
+                    f"drafter layer {i}: {ours.heads} heads, not a multiple of the target's {theirs.kv_heads} K/V heads"
+                )
+            if layer.rope != target.layers[at].rope:
+                return f"drafter layer {i} rotates its queries otherwise than target layer {at} its keys (rope differs)"
+        return None
+
+    def bound_layers(self, target: ModelConfig) -> tuple[LayerSpec, ...]:
+        """The layers with the K/V layer of each resolved; raises where the drafter does not fit."""
+        reason = self.misfit(target)
+        if reason is not None:
+            raise OutriderError(f"drafter {self.model_type} does not fit the target: {reason}")
+        pairs = zip(self.read_layers(target), self.layers, strict=True)
+        return tuple(replace(layer, attn=replace(layer.attn, kv_layer=at)) for at, layer in pairs)
+
     @staticmethod
     def from_hf(raw: Foreign) -> DrafterConfig:
         kind = _field(raw, "model_type", str)
@@ -182,10 +223,9 @@ class DrafterConfig:
             hint = f"known: {known} (a small model drafts as draft:MODEL)"
             raise OutriderError(f"model_type {kind!r} is not an MTP drafter; {hint}")
         body = text_part(raw) or raw
-        named = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
-        style: Literal["gemma", "plain"] = "plain" if named == "plain" else "gemma"
-        if style != named:
-            raise misread(f"unknown drafter style {named!r}; known: gemma, plain")
+        style = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
+        if style not in ("gemma", "plain"):
+            raise misread(f"unknown drafter style {style!r}; known: gemma, plain")
         layers = _own_layers(raw) if style == "plain" else _gemma4_layers(body, drafter=True)
         clusters = int(raw.get("num_centroids", 2048)) if raw.get("use_ordered_embeddings") else 0
         vocab = _field(body, "vocab_size", int)
@@ -208,7 +248,7 @@ class DrafterConfig:
             tied_to_target=bool(raw.get("tied_to_target", False)),
             taps=tuple(int(t) for t in raw.get("taps", ())),
             target_hash=raw.get("target_hash"),
-            style=style,
+            gemma=style == "gemma",
             weight_bits=int(bits) if bits is not None else None,
         )
 

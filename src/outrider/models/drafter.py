@@ -17,7 +17,6 @@ from torch import Tensor
 from ..ops.formats import DeviceWeight
 from ..ops.reference import Backend, as_tensor
 from ..types import DraftEnd, DraftNoise, DraftRound, KVView
-from .compat import bind
 from .config import DrafterConfig
 from .decoder import TextModel, gather_blocks, rope_variants
 
@@ -27,7 +26,7 @@ class MTPNet:
     has_runner_ups = False
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
-        layers = bind(config, target.config)
+        layers = config.bound_layers(target.config)
         self.config, self.ops, self.target = config, ops, target
         self.device, self.dtype = as_tensor(weights["norm"]).device, target.dtype
         self.pre: DeviceWeight = weights["pre"]  # [h, (2 + taps)·Hb]

@@ -47,13 +47,11 @@ class ModelSize:
 
     def streamed(self, rows: float) -> float:
         """Parameters read by a pass over `rows` tokens, if the router chooses experts at random for each."""
-        config = self.config
-        experts = 0.0
-        if config.moe is not None:
-            experts = config.moe.experts * (1 - (1 - config.moe.top_k / config.moe.experts) ** rows)
-        body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
+        config, moe = self.config, self.config.moe
+        experts = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** rows) if moe is not None else 0.0
         # tied: the head holds the row
         looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)
+        body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
         return body + self.embedding + self.outside + looked_up
 
     @property

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..models.block import BlockNet, DraftLayer, Rotations
 from ..models.block_config import BlockConfig, Kind, is_block
-from ..models.compat import bind
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.decoder import TextModel
 from ..ops.formats import DeviceWeight
@@ -225,7 +224,7 @@ def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> D
     if block:
         return translate(BlockConfig.from_hf, files).bound(target)
     config = load_drafter(files)[0]
-    bind(config, target)
+    config.bound_layers(target)
     return config
 
 

@@ -62,7 +62,7 @@ def plain(
         spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
     made = bare(target, "outrider_drafter", width, layers)
-    return replace(made, reads=reads, tied_to_target=True, taps=taps, style="plain")
+    return replace(made, reads=reads, tied_to_target=True, taps=taps, gemma=False)
 
 
 def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> DrafterConfig:

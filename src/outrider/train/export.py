@@ -57,7 +57,7 @@ def config_dict(config: DrafterConfig) -> Json:
     ]
     return {
         "model_type": config.model_type,
-        "style": config.style,
+        "style": "plain",
         "backbone_hidden_size": config.backbone_hidden,
         "hidden_size": config.hidden,
         "vocab_size": config.vocab_size,

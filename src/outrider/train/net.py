@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.block_config import BlockConfig
-from ..models.compat import bind
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
@@ -84,7 +83,7 @@ class DrafterModule(TrainNet):
 
     def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
         super().__init__(config, seed)
-        self.layers = bind(config, target)
+        self.layers = config.bound_layers(target)
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
     def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.assemble import other_weights
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
-from outrider.models.compat import bind, fits, other_weights, reads
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.types import OutriderError
 
@@ -25,12 +25,12 @@ def drafter(size: str) -> DrafterConfig:
 @pytest.mark.parametrize("ours", SIZES)
 @pytest.mark.parametrize("theirs", SIZES)
 def test_an_assistant_fits_its_own_target_only(ours: str, theirs: str) -> None:
-    reason = fits(drafter(ours), target(theirs))
+    reason = drafter(ours).misfit(target(theirs))
     assert (reason is None) == (ours == theirs)
     if reason is not None:
         assert "hidden size" in reason and "\n" not in reason
         with pytest.raises(OutriderError, match="does not fit"):
-            bind(drafter(ours), target(theirs))
+            drafter(ours).bound_layers(target(theirs))
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_an_assistant_fits_its_own_target_only(ours: str, theirs: str) -> None:
 )
 def test_the_layers_that_an_assistant_reads(size: str, donors: tuple[int, int]) -> None:
     sliding, full = donors
-    assert reads(drafter(size), target(size)) == (sliding, sliding, sliding, full)
-    bound = bind(drafter(size), target(size))
+    assert drafter(size).read_layers(target(size)) == (sliding, sliding, sliding, full)
+    bound = drafter(size).bound_layers(target(size))
     assert [layer.attn.kv_layer for layer in bound] == [sliding, sliding, sliding, full]
     assert not any(layer.attn.writes for layer in bound)
 
@@ -52,19 +52,19 @@ def test_every_reason() -> None:
         layers[i] = replace(layers[i], attn=replace(layers[i].attn, **changes))
         return replace(d, layers=tuple(layers))
 
-    assert "vocabulary" in str(fits(replace(d, vocab_size=1000), t))
-    assert "taps" in str(fits(replace(d, taps=(35,)), t))
-    assert "names 2 layers" in str(fits(replace(d, reads=(13, 14)), t))
-    assert "owns none" in str(fits(replace(d, reads=(13, 13, 13, 20)), t))
-    assert "head size 256, target layer 14 has 512" in str(fits(replace(d, reads=(13, 13, 14, 14)), t))
-    assert "head size" in str(fits(with_layer(3, head_dim=256), t))
-    assert "K/V heads" in str(fits(with_layer(3, kv_heads=2), t))
-    assert "window 64, target layer 13 has 512" in str(fits(with_layer(0, window=64), t))
+    assert "vocabulary" in str(replace(d, vocab_size=1000).misfit(t))
+    assert "taps" in str(replace(d, taps=(35,)).misfit(t))
+    assert "names 2 layers" in str(replace(d, reads=(13, 14)).misfit(t))
+    assert "owns none" in str(replace(d, reads=(13, 13, 13, 20)).misfit(t))
+    assert "head size 256, target layer 14 has 512" in str(replace(d, reads=(13, 13, 14, 14)).misfit(t))
+    assert "head size" in str(with_layer(3, head_dim=256).misfit(t))
+    assert "K/V heads" in str(with_layer(3, kv_heads=2).misfit(t))
+    assert "window 64, target layer 13 has 512" in str(with_layer(0, window=64).misfit(t))
     assert "rope" in str(
-        fits(replace(d, layers=tuple(replace(x, rope=replace(x.rope, theta=5.0)) for x in d.layers)), t)
+        replace(d, layers=tuple(replace(x, rope=replace(x.rope, theta=5.0)) for x in d.layers)).misfit(t)
     )
     only_sliding = replace(t, layers=tuple(x for x in t.layers if x.kind == "sliding"))
-    assert "no full layer" in str(fits(d, only_sliding))
+    assert "no full layer" in str(d.misfit(only_sliding))
 
 
 @pytest.mark.parametrize(

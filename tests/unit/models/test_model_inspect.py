@@ -103,6 +103,6 @@ def test_bits_scale_the_bytes() -> None:
 
 
 def test_it_all_works_without_torch() -> None:
-    names = "config, inspect, builtin_configs, compat"
+    names = "config, inspect, builtin_configs"
     code = f"import sys; from outrider.models import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}).returncode == 0
