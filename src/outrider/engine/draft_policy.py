@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config import SpecConfig
 from ..spec.controller import Controller
-from ..spec.plan import AUTO_NODES, DraftContext
+from ..spec.plan import DraftContext
 from ..types import GREEDY_EPS, MAX_DRAFT, NO_DRAFT, DraftPlan
 from .step import Request, ScheduledSeq, Seq
 
@@ -43,7 +43,7 @@ class DraftPolicy:
         if nodes is None:
             pays = not params.processed if self.graphs else params.temperature_only and params.temperature >= GREEDY_EPS
             auto = seq.draft_tokens is None and self.trees and pays and not (self.graphs and seq.adapter)
-            nodes = AUTO_NODES if auto else 0
+            nodes = MAX_DRAFT if auto else 0
         seq.tree_nodes = nodes if self.can.trees and request.drafter != "ngram" else 0
 
     def plan(self, ready: list[Seq]) -> list[DraftPlan]:

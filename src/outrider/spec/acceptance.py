@@ -45,13 +45,8 @@ class AcceptanceProfile:
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """Measured tokens by position; if only the total is known, spread by how often drafts get that far."""
-        if self.seen:
-            return self.seen
-        reached = [1.0]
-        for a in self.accepted[:-1]:
-            reached.append(reached[-1] * a)
-        return tuple(self.judged * r / sum(reached) for r in reached)
+        """Measured tokens by position; if only the total is known, as many at each."""
+        return self.seen or (self.judged / len(self.accepted),) * len(self.accepted)
 
 
 Runs = tuple[Sequence[int], Sequence[Sequence[float]]]  # by position: tokens of a draft that are right; confidences

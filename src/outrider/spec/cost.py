@@ -147,8 +147,6 @@ class CostTable:
 
     def _part(self, drafter: str | None, tree: bool) -> CostPart | None:
         """The timed part of a drafter in a cycle; None: none."""
-        if drafter is None:
-            return None
         part = CostPart("tree" if tree else "draft", drafter)
         return part if part in self._draft else None
 

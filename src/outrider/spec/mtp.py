@@ -1,9 +1,4 @@
-"""Multi-token prediction (MTP) over the target's own K/V cache: no second cache, no prefill.
-
-The drafter's input is the target's embedding of the newest token and the target's hidden state of the position before
-it. It attends to the target's K/V at one constant position; its own hidden state and token are the input of the next
-step.
-"""
+"""Multi-token prediction (MTP) over the target's own K/V cache: no second cache, no prefill (models/drafter.py)."""
 
 from __future__ import annotations
 

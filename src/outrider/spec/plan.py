@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..types import MAX_DRAFT, DraftPlan, DraftTree
+from ..types import DraftPlan, DraftTree
 from .acceptance import CycleStats, PositionStats, Source
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (CostPart)
 READING = 48  # unread tokens of the round by which reading is timed
-# default maximum tokens of a tree (DraftPolicy.admit says where there are trees at all)
-AUTO_NODES = MAX_DRAFT
 
 
 class DraftContext(NamedTuple):
