@@ -25,7 +25,6 @@ from .config import (
 )
 
 Kind = Literal["dflash", "dflash2", "dspark", "eagle3"]
-Markov = Literal["vanilla", "gated", "rnn"]
 KINDS: tuple[Kind, ...] = ("dflash", "dflash2", "dspark", "eagle3")
 Layout = Literal["z-lab", "deepseek", "speculators", "eagle3"]
 ARCHITECTURES: dict[str, tuple[Kind, Layout]] = {
@@ -77,7 +76,7 @@ class BlockConfig:
     selector_rank: int = 0
     selector_top: int = 0
     markov_rank: int = 0  # DSpark; 0: no sequential head
-    markov: Markov = "vanilla"
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence: bool = False
     confidence_reads_markov: bool = False
     norm_before_residual: bool = False  # EAGLE-3
@@ -181,11 +180,10 @@ def recognise(raw: Foreign) -> tuple[Kind, Layout]:
     """The kind of drafter and its layout. Raises if neither is known."""
     spoken = raw.get("speculators_model_type")
     if spoken is not None:
-        found = next((k for k in KINDS if k == spoken), None)
-        if found is None:
+        if spoken not in KINDS:
             named = REFUSED.get(str(spoken), repr(spoken))
             raise misread(f"{named} drafters are not supported; known: {', '.join(KINDS)}")
-        return found, "speculators"
+        return spoken, "speculators"
     arch, nested = _arch(raw), raw.get("dflash_config")
     known = ARCHITECTURES.get(arch, ("dflash", "z-lab") if isinstance(nested, Mapping) else None)
     if known is None:
@@ -319,11 +317,9 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
         return replace(config, conv_taps=taps, conv_group=group, selector_rank=rank, selector_top=top)
     if config.kind != "dspark":
         return config
-    rank, named = int(extra.get("markov_rank", 256)), extra.get("markov_head_type") or "vanilla"
-    heads: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
-    head = next((h for h in heads if h == named), None)
-    if rank < 0 or head is None:
-        raise misread(f"markov_rank {rank} with markov_head_type {named!r} is not supported")
+    rank, head = int(extra.get("markov_rank", 256)), extra.get("markov_head_type") or "vanilla"
+    if rank < 0 or head not in ("vanilla", "gated", "rnn"):
+        raise misread(f"markov_rank {rank} with markov_head_type {head!r} is not supported")
     sure = bool(extra.get("enable_confidence_head", config.layout != "deepseek"))
     reads = bool(extra.get("confidence_head_with_markov", rank > 0))
     if sure and reads and not rank:

@@ -396,8 +396,8 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
             owner[kind] = i
         elif not drafter and kind not in owner:
             raise misread(f"layer {i} shares K/V but no {kind} layer before it owns any")
-        attn = AttnSpec(heads, kv_heads, head_dim, owner.get(kind, -1), writes, scale=1.0, norm_v=True, eps=eps)
-        attn = replace(attn, window=None if full else window, k_eq_v=k_eq_v and full)
+        near, own = None if full else window, owner.get(kind, -1)
+        attn = AttnSpec(heads, kv_heads, head_dim, own, writes, near, 1.0, k_eq_v and full, norm_v=True, eps=eps)
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
     return tuple(layers)

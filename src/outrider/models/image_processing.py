@@ -103,10 +103,8 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
     """uint8 [h, w, 3], as the vision model reads it. tokens 0: `side` x `side` pixels, whatever its aspect ratio."""
-    image, filter = upright_rgb(image), Image.Resampling.BICUBIC
+    image, filter = upright_rgb(image), Image.Resampling.BICUBIC if tokens else Image.Resampling.BILINEAR
     height, width = target_size(image.height, image.width, tokens, side) if tokens else (side, side)
-    if not tokens:
-        filter = Image.Resampling.BILINEAR
     if (width, height) != image.size:
         image = image.resize((width, height), filter)
     return np.asarray(image)

@@ -145,16 +145,12 @@ def context_that_fits(config: ModelConfig, memory: float, weights: float, item: 
 
 
 def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
-    layer = config.layers[i]
-    attn = layer.attn
+    layer, attn = config.layers[i], config.layers[i].attn
     experts = config.moe.experts if config.moe else 0
     return {
         "index": i,
         "type": layer.kind,
-        "heads": attn.heads,
-        "kv_heads": attn.kv_heads,
-        "head_dim": attn.head_dim,
-        "window": attn.window,
+        **{key: getattr(attn, key) for key in ("heads", "kv_heads", "head_dim", "window")},
         "kv_from": attn.kv_layer,
         "k_eq_v": attn.k_eq_v and attn.writes,
         "intermediate": layer.intermediate,

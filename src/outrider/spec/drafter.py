@@ -59,11 +59,9 @@ class DraftBatch(DraftTexts):
 class Drafter:
     """The base class of all drafters. The engine reads these attributes and never tests for a class.
 
-    A block drafter (DFlash, DSpark, EAGLE-3) reads the target's states of all positions: `taps` are the target layers
-    whose residual streams it reads; `kv_specs` the layers of its own K/V, further layers of the target's `KVStore`
-    over the same pages (`kv_layer` counts on from the target's); `extend` is called after each target pass with the
-    streams of all its rows and the next token of each, and writes K/V at `kv`'s positions. Rejected rows are
-    overwritten by the next pass."""
+    A block drafter (DFlash, DSpark, EAGLE-3) has K/V of its own: further layers of the target's `KVStore` over the same
+    pages (`kv_layer` counts on from the target's), written by `extend` at all positions of each target pass. Rejected
+    rows are overwritten by the next pass."""
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose residual streams it reads
