@@ -25,6 +25,7 @@ from .cost import CostTable, at_k
 from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, VerifiedTree
 from .tuning import Tuning, match_range
 
+Rated = dict[str | None, Candidate]  # by drafter
 PLANNING = 2e-4  # seconds per step for planning a batch that drafts
 Array = NDArray[np.float64]
 
@@ -82,10 +83,11 @@ class Controller:
         elif size == 1:
             states[0].interval = states[0].wait = wait
         self._note(seqs, states, plans, context)
-        self._hold(seqs, states, plans, rival is not None)
+        once = rival is not None or any(seq.probing for seq in states)
+        self._hold(seqs, plans, once, states[0].loss_budget)
         return plans
 
-    def _rival(self, rated: Mapping[str | None, Candidate], best: Candidate, context: int) -> Candidate | None:
+    def _rival(self, rated: Rated, best: Candidate, context: int) -> Candidate | None:
         """In some cycles the network drafter not in use drafts: they teach about it, count as probes, become rarer."""
         tuning, network = self.tuning, {name: one for name, one in rated.items() if name and not self.cost.free(name)}
         used = next((name for name, one in network.items() if one is best), None)
@@ -103,9 +105,9 @@ class Controller:
         self._wait = self._interval = min(tuning.compare_last, 2 * self._interval)
         return rival
 
-    def _rate_one(self, view: DraftContext, seq: SeqState) -> dict[str | None, Candidate]:
+    def _rate_one(self, view: DraftContext, seq: SeqState) -> Rated:
         """By drafter, the plan with most tokens per second for a single sequence, of those whose loss it could bear."""
-        rated: dict[str | None, Candidate] = {}
+        rated: Rated = {}
         for name in self.drafters:
             offer = self._offer(view, name)
             if offer is None:
@@ -236,15 +238,13 @@ class Controller:
         self._rest -= 1
         return self._held
 
-    def _hold(
-        self, seqs: Sequence[DraftContext], states: Sequence[SeqState], plans: list[DraftPlan], once: bool
-    ) -> None:
-        """How long this plan is kept; `once`: not at all."""
+    def _hold(self, seqs: Sequence[DraftContext], plans: list[DraftPlan], once: bool, gained: float) -> None:
+        """How long this plan is kept; `once`: not at all. gained: by the first request so far, in plain steps."""
         tuning, who = self.tuning, [view.id for view in seqs]
         if len(seqs) == 1:  # a request near its limit of losses is planned every cycle
-            keeps = not once and plans[0].stop and states[0].loss_budget > tuning.risk[0]
+            keeps = not once and plans[0].stop and gained > tuning.risk[0]
             self._rest, self._pause, self._match = tuning.hold_one if keeps else 0, 0, match_range(seqs[0].match_len)
-        elif once or any(seq.probing for seq in states):
+        elif once:
             self._rest = self._pause = 0
         elif any(plan.k for plan in plans):
             self._rest, self._pause = tuning.hold + len(who) // tuning.hold_many, 0
@@ -252,15 +252,13 @@ class Controller:
             self._rest = self._pause = min(tuning.rest, 2 * self._pause + 1) if who == self._resting else 1
         self._resting, self._held = who, plans
 
-    def _rate_batch(
-        self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int
-    ) -> dict[str | None, Candidate]:
+    def _rate_batch(self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int) -> Rated:
         """By drafter that takes time (at most one runs in a cycle; free ones always may), the plan with most tokens per
         second for the whole batch: within a maximum K for all, each sequence's K after which a token is worth less than
         its row costs."""
         size, tuning = len(seqs), self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
-        rated: dict[str | None, Candidate] = {}
+        rated: Rated = {}
         for runs in [*(name for name in self.drafters if not self.cost.free(name)), None]:
             rows: list[list[float]] = []
             owners: list[str | None] = []
