@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .config import (
@@ -317,7 +317,8 @@ def _with_heads(config: BlockConfig, extra: Foreign) -> BlockConfig:
         return replace(config, conv_taps=taps, conv_group=group, selector_rank=rank, selector_top=top)
     if config.kind != "dspark":
         return config
-    rank, head = int(extra.get("markov_rank", 256)), extra.get("markov_head_type") or "vanilla"
+    rank = int(extra.get("markov_rank", 256))
+    head: Any = extra.get("markov_head_type") or "vanilla"
     if rank < 0 or head not in ("vanilla", "gated", "rnn"):
         raise misread(f"markov_rank {rank} with markov_head_type {head!r} is not supported")
     sure = bool(extra.get("enable_confidence_head", config.layout != "deepseek"))
