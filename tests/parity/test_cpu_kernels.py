@@ -28,7 +28,7 @@ from outrider.ops.backend import ExpertWeights
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.cpu.packing import PackedWeight
+from outrider.ops.cpu.packing import PackedWeight, c_weight
 from outrider.ops.formats import BLOCKS
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
@@ -446,9 +446,7 @@ def test_a_drafter_trained_for_four_bits_gets_them(ops: CpuOps) -> None:
         (None, PackedKind.DENSE, PackedKind.DENSE),
     ):
         weights = dummy_weights(config, "cpu", torch.float32, ops, asked)
-        kinds = {
-            name: ops.c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")
-        }
+        kinds = {name: c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")}
         assert set(list(kinds.values())[:3]) == {layers} and set(list(kinds.values())[3:]) == {head}, asked
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
@@ -29,7 +28,7 @@ from ..types import OutriderError, TextFiles, bad_input
 from . import hub
 from .files import Files, already_quantised, model_config, open_source, text_files, translate
 from .quant_scheme import QuantScheme, recipe
-from .source import SourceTensor, TensorSource, find
+from .source import SourceTensor, TensorSource, aligned, find
 
 C = TypeVar("C", ModelConfig, DrafterConfig, BlockConfig)
 SLICE = 8 << 20  # bytes of the file copied at once
@@ -94,7 +93,7 @@ def load(
     plans = tensor_plan(config, source.entries)
     pieces = check(source, plans, config, how)
     least = 1 if quantize is None else 32  # it will be quantised in groups of 32
-    own, cuts = divided(config, tp, lambda name: aligned([piece.alignment for piece in pieces[name]], least))
+    own, cuts = divided(config, tp, lambda name: aligned(pieces[name], least))
     kinds = {entry.kind for each in pieces.values() for piece in each for entry in piece.entries}
     stored = sorted(kind for kind in kinds if kind in BLOCKS)
     if quantize is not None and stored and isinstance(config, ModelConfig):
@@ -104,11 +103,10 @@ def load(
     size = sum(p.nbytes for each in pieces.values() for p in each)
     with progress(f"Loading {Path(files.name).name}", size) as advance:
         for name, plan in plans.items():
+            parts = [piece.read() for piece in pieces[name]]
             if name in cuts:
                 where = [f"{source.where}: tensor {each}" for each in plan.sources]
-                parts = [shard_of(*each) for each in zip(pieces[name], cuts[name], where)]
-            else:
-                parts = [piece.read() for piece in pieces[name]]
+                parts = [shard_of(*each) for each in zip(parts, cuts[name], where)]
             weight = None
             # An MTP drafter's steps read dense matrices, or the one format they are compiled for.
             if not isinstance(config, DrafterConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
@@ -138,11 +136,6 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def aligned(alignments: Sequence[int], least: int) -> int:
-    """Columns of fused matrices may be cut at multiples of this; 0: nowhere."""
-    return 0 if 0 in alignments else max(least, *alignments)
-
-
 def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tuple[C, Shards]:
     """The configuration of one rank's part, and its shard of each weight. columns(name): where columns may be cut."""
     if tp is None or tp.world == 1:
@@ -152,10 +145,10 @@ def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tupl
     return split_drafter(config, tp) if isinstance(config, DrafterConfig) else (config, {})
 
 
-def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
+def shard_of(weight: Weight, cut: Shard, where: str) -> Weight:
     advice = "leave out --tensor-parallel, or take another number"
     with bad_input(OutriderError, lambda error: f"{where}: {error}; {advice}"):
-        return shard_weight(piece.read(), cut)
+        return shard_weight(weight, cut)
 
 
 def shard_weight(weight: Weight, cut: Shard) -> Weight:
@@ -231,22 +224,15 @@ def packed(
     return ops.pack_weights(parts, device) if weight is None else weight
 
 
-def held(config: Config, name: str, quantize: str | None) -> str | None:
-    """For int8, a drafter trained for 4 bits keeps its layers in 4 bits; its head keeps 8."""
-    trained = isinstance(config, DrafterConfig) and config.weight_bits == 4
-    if quantize == "int8" and trained and name not in ("embed", "centroids"):
-        return "int4"
-    return quantize
-
-
 def transform(
     config: Config, name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None
 ) -> DeviceWeight:
+    """For int8, a drafter trained for 4 bits keeps its layers in 4 bits; its head keeps 8."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
-    mode = held(config, name, quantize)
-    if mode is not None and (ops.capabilities.quantizes_tables or roundable(config, name, plan)):
-        return ops.quantize(tensor, mode)
+    trained = isinstance(config, DrafterConfig) and config.weight_bits == 4 and name not in ("embed", "centroids")
+    if quantize is not None and (ops.capabilities.quantizes_tables or roundable(config, name, plan)):
+        return ops.quantize(tensor, "int4" if trained and quantize == "int8" else quantize)
     return ops.prepare(tensor)
 
 
@@ -269,15 +255,9 @@ def dense(
 
 
 def fill(out: Tensor, weight: Weight) -> None:
-    """Copies or dequantises into rows [N, K] (experts [E, N, K]) in slices, and releases the file's pages."""
-    step = max(1, SLICE * weight.shape[0] // max(1, weight.nbytes))
-    for lo in range(0, weight.shape[0], step):
-        hi = min(weight.shape[0], lo + step)
-        some = weight.rows(lo, hi)
+    """Copies or dequantises into rows [N, K] (experts [E, N, K])."""
+    for lo, hi, some in weight.slices(SLICE):
         out[lo:hi].copy_(some.tensors["values"] if isinstance(some.format, DenseFormat) else some.dense())
-        if weight.release is not None:
-            each = prod(weight.shape[1:-1])  # rows of the file: an expert has many
-            weight.release(lo * each, hi * each)
 
 
 def dummy_weights(

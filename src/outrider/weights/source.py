@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -124,6 +124,12 @@ class SourceTensor:
             entry.file.release(entry.start, entry.nbytes)
 
 
+def aligned(pieces: Sequence[SourceTensor], least: int = 1) -> int:
+    """Columns of fused matrices may be cut at multiples of this; 0: nowhere."""
+    each = [piece.alignment for piece in pieces]
+    return 0 if 0 in each else max(least, *each)
+
+
 def tensor(entry: TensorEntry) -> Tensor:
     """The whole tensor, a view of the file where its alignment and order allow it."""
     raw = entry.data().reshape(-1)
@@ -207,6 +213,4 @@ def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[
         return stack([weight for weight in made if weight is not None])
 
     every = [m for group in groups for m in group]
-    alignments = {m.alignment for m in every}
-    entries = tuple(entry for m in every for entry in m.entries)
-    return SourceTensor(entries, read, 0 if 0 in alignments else max(alignments))
+    return SourceTensor(tuple(entry for m in every for entry in m.entries), read, aligned(every))

@@ -11,8 +11,7 @@ import torch
 from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import in_file
-from outrider.ops.formats import BLOCKS, Weight
-from outrider.ops.formats.gguf import from_rows
+from outrider.ops.formats import BLOCKS, GGUFBlockFormat, Weight
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def part(kind: str, n: int, k: int, seed: int = 0) -> Weight:
     halves = (208,) if kind == "Q6_K" else (0,) if kind in one else (0, 2)
     for at in halves:
         b[:, at : at + 2] = rng.uniform(0.001, 0.02, len(b)).astype(np.float16)[:, None].view(np.uint8)
-    return from_rows(kind, b.reshape(n, -1))
+    return Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.from_numpy(b.reshape(n, -1))})
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -61,7 +61,7 @@ def test_four_bits_are_those_of_the_cpu() -> None:
     """Catches: another rounding than the packed weights', a gradient that stops at the rounding."""
     w = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).mul_(0.1)
     w[0, :32] = 0.25  # a block of one value
-    want = quantize_rows(w.numpy(), "int4").dense()
+    want = quantize_rows(w, "int4").dense()
     leaf = w.clone().requires_grad_()
     got = four_bits(leaf)
     torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-6)

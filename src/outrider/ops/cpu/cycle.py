@@ -8,9 +8,8 @@ temperature, top-k, top-p and min-p.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_void_p
 from struct import Struct
 
 import torch
@@ -21,9 +20,9 @@ from ..backend import CycleRequest, CycleResult, HostSampling
 from ..lowrank import Adapter
 from .block import CpuBlock, UnreadRows
 from .forward import CompiledDrafter, CompiledModel
-from .lib import GROUPS, CCall, CCycle, CDraft
+from .lib import GROUPS, CCall, CCycle, CDraft, at
 from .lowrank import PassAdapters
-from .ops import ptrs
+from .packing import c_weight
 
 ASKED = Struct("=qqdddiiiiiiiiii")  # CycleRequest in cycle.h
 STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: steps; k and accepted
@@ -50,25 +49,23 @@ class CpuCycle:
         self.layers, self.taps = len(config.layers), tuple(taps)
         pages = ops.pages(cache)
         self.keep = (model, drafter, cache, features, pages)  # keeps the memory behind the pointers alive
-        c = self.c = CCycle(head=ops.c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
-        c.features = features.data_ptr()
-        c.call.stack = ctypes.addressof(model.stack.c)
+        c = self.c = CCycle(head=c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
+        c.features, c.call.stack = at(features), at(model.stack.c)
         batch = c.call.batch
         pages.bind(batch)
         for i, group in enumerate(GROUPS):
             table = cache.tables.get(group)
             if table is not None:
-                batch.tables[i], batch.width[i] = table.data_ptr(), table.shape[1]
+                batch.tables[i], batch.width[i] = at(table), table.shape[1]
         if drafter is not None:
             own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
-            own.call = CCall(ctypes.addressof(drafter.stack.c), c.call.batch)
-            c.draft, c.shift = ctypes.addressof(own), drafter.shift
+            own.call = CCall(at(drafter.stack.c), c.call.batch)
+            c.draft, c.shift = at(own), drafter.shift
         self.unread, self.drafts_blocks = None, block is not None and block.drafts
         if block is not None:
             self.unread = UnreadRows(block, cache, pages, c.call.batch)
             self.block_taps = (c_int32 * len(block.taps))(*[self.taps.index(tap) for tap in block.taps])
-            c.block, c.unread = ctypes.addressof(self.unread.net), ctypes.addressof(self.unread.c)
-            c.block_taps = ctypes.addressof(self.block_taps)
+            c.block, c.unread, c.block_taps = map(at, (self.unread.net, self.unread.c, self.block_taps))
         most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)
         self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
@@ -76,12 +73,9 @@ class CpuCycle:
         self.prices = (c_double * (most * (MAX_DRAFT + 1)))()
         self.priced: list[Sequence[float] | None] = [None] * most  # what `prices` holds; tuples, which do not change
         self.trust = (c_double * 16)()
-        c.requests = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
-        c.drafts, c.confidence = ctypes.addressof(self.guesses), ctypes.addressof(self.confidence)
-        c.parents, c.path, c.prices = (ctypes.addressof(t) for t in (self.parents, self.path, self.prices))
-        self.at_trust = ctypes.addressof(self.trust)
+        c.requests, c.drafts = at((c_char * len(self.asked)).from_buffer(self.asked)), at(self.guesses)
+        c.confidence, c.parents, c.path, c.prices = map(at, (self.confidence, self.parents, self.path, self.prices))
         self.trusted: Sequence[float] | None = None  # what `trust` holds
-        self.ref = ctypes.byref(c)
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
         self.sampling: HostSampling | None = None
@@ -98,15 +92,15 @@ class CpuCycle:
         hidden, z = torch.empty((rows, self.hidden)), torch.empty((rows, self.vocab))
         streams = self.streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
         self.chosen = (c_int64 * rows)()
-        self.tapped = (c_void_p * max(1, len(streams)))(*[s.data_ptr() for s in streams])
+        self.tapped = (c_void_p * max(1, len(streams)))(*map(at, streams))
         by_layer: list[int | None] = [None] * self.layers
         for layer, stream in zip(self.taps, streams):
-            by_layer[layer] = stream.data_ptr()
+            by_layer[layer] = at(stream)
         self.by_layer = (c_void_p * self.layers)(*by_layer)
         self.buffers = [hidden, z]
         c = self.c
-        c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
-        c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
+        c.call.hidden, c.z, c.chosen, c.taps = map(at, (hidden, z, self.chosen, self.tapped))
+        c.call.taps = at(self.by_layer) if streams else None
 
     def run(
         self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
@@ -139,38 +133,37 @@ class CpuCycle:
             self._grow(rows)
         if sampling is not self.sampling:
             self.sampling = sampling
-            c.temperature, c.sampled, c.seed = ptrs(sampling.temperature, sampling.sampled, sampling.seed)
+            c.temperature, c.sampled, c.seed = map(at, (sampling.temperature, sampling.sampled, sampling.seed))
             cut = sampling.cut
-            c.top_k, c.top_p, c.min_logp = (None,) * 3 if cut is None else ptrs(cut.top_k, cut.top_p, cut.min_logp)
+            c.top_k, c.top_p, c.min_logp = map(at, (None,) * 3 if cut is None else (cut.top_k, cut.top_p, cut.min_logp))
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:
                 self.trust[:] = list(trust)
-            c.trust = self.at_trust if trust is not None else None
+            c.trust = at(self.trust) if trust is not None else None
         if self.shape != (len(asked), most_likely):
             self.shape = c.seqs, c.likely = len(asked), most_likely
         width = 1 + 2 * most_likely
         if rows * width > len(self.told):
             self.told = (c_float * (self.room * width))()
-            c.logprobs = ctypes.addressof(self.told)
-        if self.step(self.team, self.ref):
-            raise MemoryError("scratch of a cycle")
+            c.logprobs = at(self.told)
+        self.step(self.team, c)
         out, row = [], 0
         for i, (_, _, _, plan, guess, likely, _, _) in enumerate(asked):
             k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)
-            sure, tree, told, at = None, None, None, i * MAX_DRAFT
+            sure, tree, told, first = None, None, None, i * MAX_DRAFT
             if plan.nodes:
-                own, (steps,) = slice(at, at + k), STEPS.unpack_from(self.asked, i * ASKED.size)
+                own, (steps,) = slice(first, first + k), STEPS.unpack_from(self.asked, i * ASKED.size)
                 sure = self.confidence[own]
-                tree = (self.parents[own], self.path[at : at + right], steps, self.guesses[own])
+                tree = (self.parents[own], self.path[first : first + right], steps, self.guesses[own])
             elif guess is None and plan.k:
-                sure = self.confidence[at : at + min(plan.k, k + 1)]  # with the token that ended the draft, if it
+                sure = self.confidence[first : first + min(plan.k, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted
                     sure.pop()
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            tokens, drafts = self.chosen[row : row + right + 1], self.guesses[at : at + k] if k else []
+            tokens, drafts = self.chosen[row : row + right + 1], self.guesses[first : first + k] if k else []
             out.append(CycleResult(k, tokens, sure, tree, told, drafts))
             row += k + 1
         return out

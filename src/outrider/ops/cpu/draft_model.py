@@ -6,7 +6,6 @@ Step by step in torch, a draft token costs half a millisecond on top of its four
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int32, c_int64
 from itertools import accumulate, takewhile
@@ -17,20 +16,18 @@ from ...types import KVPages
 from ..backend import DraftRequest, DraftResult, HostSampling
 from ..formats import DeviceWeight
 from .forward import CompiledModel
-from .lib import CChain, CPages
-from .ops import ptrs
+from .lib import CChain, CPages, at
+from .packing import c_weight
 
 
 class CpuChain:
-    """`head`: rows of the model's head that are scored for all sequences, of the tokens `listed` (None: the whole
-    head)."""
+    """`head`: the rows of the model's head, of the tokens `listed`, that are scored for all sequences (None: all)."""
 
     def __init__(self, model: CompiledModel, head: DeviceWeight, listed: Tensor | None):
         self.ops, self.cap = model.ops, model.config.softcap or 0.0
         self.keep = (model, head, listed)  # keeps the memory behind the pointers alive
-        self.c = CChain(head=self.ops.c_weight(head), all=self.ops.c_weight(model.head), cap=self.cap)
-        self.c.call.stack = ctypes.addressof(model.stack.c)
-        self.c.listed = listed.data_ptr() if listed is not None else None
+        self.c = CChain(head=c_weight(head), all=c_weight(model.head), cap=self.cap)
+        self.c.call.stack, self.c.listed = at(model.stack.c), at(listed)
         self.layer = model.config.kv_layers[0]
         self.first: Tensor | None = None  # identifies the cache of the pointers in `pages`
         self.pages: CPages | None = None
@@ -43,8 +40,7 @@ class CpuChain:
         sampling: HostSampling,
         trust: Sequence[float] | None,
     ) -> list[DraftResult]:
-        """Up to k draft tokens for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as
-        in CpuCycle."""
+        """Up to k draft tokens for each. cache: the draft model's own; its tables are not read. Others: as CpuCycle."""
         size, c, batch = len(behind), self.c, self.c.call.batch
         counts = [len(b.tokens) for b in behind]
         rows, wide = sum(counts), max(len(b.pages) for b in behind)
@@ -57,27 +53,24 @@ class CpuChain:
             self.first, self.pages = cache.keys[self.layer], CPages(cache)
             self.pages.bind(batch)
         batch.rows, batch.seqs = rows, size
-        batch.ids, batch.positions, batch.row_seq, batch.row_start = [
-            ctypes.addressof(x) for x in (ids, positions, row_seq, row_start)
-        ]
+        batch.ids, batch.positions, batch.row_seq, batch.row_start = map(at, (ids, positions, row_seq, row_start))
         for group in (0, 1):
-            batch.tables[group], batch.width[group] = ctypes.addressof(table), wide
+            batch.tables[group], batch.width[group] = at(table), wide
         tokens = [t for b in behind for t in b.seen]
         seen = (c_int64 * max(1, len(tokens)))(*tokens)
         seen_start = (c_int32 * (size + 1))(*accumulate((len(b.seen) for b in behind), initial=0))
         guess = (c_int64 * size)(*[b.start + n for b, n in zip(behind, counts)])
         out, sure, lengths = (c_int64 * (size * k))(), (c_float * (size * k))(), (c_int64 * size)()
         made_here = (seen, seen_start, guess, out, sure, lengths)
-        c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = [ctypes.addressof(x) for x in made_here]
-        c.temperature, c.sampled, c.seed = ptrs(sampling.temperature, sampling.sampled, sampling.seed)
+        c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = map(at, made_here)
+        c.temperature, c.sampled, c.seed = map(at, (sampling.temperature, sampling.sampled, sampling.seed))
         c.steps = k
         c.stop = c.drop = c.trust = None
         if trust is not None:
             thresholds = (c_double * size)(*[b.stop for b in behind]), (c_double * size)(*[b.drop for b in behind])
             ends = (*thresholds, (c_double * 16)(*trust))
-            c.stop, c.drop, c.trust = map(ctypes.addressof, ends)
-        if self.ops.lib.or_draft_model_steps(self.ops.team, ctypes.byref(c)):
-            raise MemoryError("scratch of a draft")
+            c.stop, c.drop, c.trust = map(at, ends)
+        self.ops.lib.or_draft_model_steps(self.ops.team, c)
         made = []
         for i in range(size):
             run = list(takewhile(lambda p: p > 0.0, sure[i * k : i * k + k]))

@@ -7,22 +7,24 @@ itself. The results are bitwise the same either way.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_void_p
-from typing import Any
+from ctypes import Array, Structure, c_int32, c_void_p
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ...types import DraftEnd, DraftNoise, DraftRound, KVView, OutputRows
+from ...types import AttnSpec, DraftEnd, DraftNoise, DraftRound, KVView, OutputRows
 from ..backend import EVERY_ROW, Pass
+from ..formats import DeviceWeight
 from ..lowrank import Adapter
-from .lib import CAdapters, CBatchBuffers, CCall, CDraft, CLayer, CLowRank, CStack, c_spec
+from .lib import ACTIVATIONS, CBatchBuffers, CCall, CDraft, CLayer, CStack, at, c_spec, floats
 from .lowrank import PassAdapters, table
-from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
-from .packing import cluster_hashes
+from .packing import c_moe, c_weight, cluster_hashes, routable, table_scale
+
+if TYPE_CHECKING:
+    from .ops import CpuOps
 
 # fields of CLayer that a model's block has under the same name
 MATRICES = ("qkv", "out", "gate_up", "down")
@@ -39,25 +41,24 @@ class Stack:
     ):
         self.ops, self.hidden = ops, hidden
         self.keep: list[object] = [blocks, inv_freqs]
-        self.changed: WeakKeyDictionary[Adapter, ctypes.Array[CLowRank] | None] = WeakKeyDictionary()
+        self.changed: WeakKeyDictionary[Adapter, Array[Structure] | None] = WeakKeyDictionary()
         self.layers = (CLayer * len(blocks))()
         for c, block in zip(self.layers, blocks, strict=True):
-            c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, ops.c_weight(block.down).k
+            c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, c_weight(block.down).k
             for name in MATRICES:
-                setattr(c, name, ops.c_weight(getattr(block, name)))
+                setattr(c, name, c_weight(getattr(block, name)))
             for name in VECTORS:
                 vector = getattr(block, name)
                 if vector is not None:  # biases come in the load dtype; the library reads float32
                     vector = floats(vector)
                     self.keep.append(vector)
                 setattr(c, name, at(vector))
-        self.freqs = (c_void_p * len(inv_freqs))(*[f.data_ptr() for f in inv_freqs])
+        self.freqs = (c_void_p * len(inv_freqs))(*map(at, inv_freqs))
         self.halves = (c_int32 * len(inv_freqs))(*[f.shape[0] for f in inv_freqs])
         c = self.c = CStack(layers=len(blocks), hidden=hidden, act=ACTIVATIONS[act], eps=eps, embed_scale=1.0)
-        c.layer, c.inv_freq = ctypes.addressof(self.layers), ctypes.addressof(self.freqs)
-        c.rope_half, c.ropes = ctypes.addressof(self.halves), len(inv_freqs)
+        c.layer, c.inv_freq, c.rope_half, c.ropes = *map(at, (self.layers, self.freqs, self.halves)), len(inv_freqs)
 
-    def changes(self, adapter: Adapter) -> ctypes.Array[CLowRank] | None:
+    def changes(self, adapter: Adapter) -> Array[Structure] | None:
         """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
         if adapter not in self.changed:
             self.changed[adapter] = table(adapter, len(self.layers))
@@ -71,109 +72,92 @@ class Stack:
         taps: Sequence[int] = (),
         shift: int = 0,
         wanted: OutputRows | None = None,
-        adapters: CAdapters | None = None,
+        adapters: Structure | None = None,
         ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`;
-        of wanted rows."""
+        """Of the wanted rows: hidden [R, H] after the last norm, what `post` makes of it, the streams after `taps`."""
         pages = self.ops.pages(kv)
         batch = CBatchBuffers(kv, pages, ids, ends)
         batch.c.rope_shift = shift
         rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))
-        call = CCall(ctypes.addressof(self.c), batch.c, at(features), hidden.data_ptr())
+        call = CCall(at(self.c), batch.c, at(features), at(hidden))
         if wanted is not None:
             few, which = CBatchBuffers(wanted.kv, pages), wanted.rows.contiguous()
             few.c.rows = rows
-            call.few, call.wanted, call.narrow = few.c, which.data_ptr(), True
+            call.few, call.wanted, call.narrow = few.c, at(which), True
         if adapters is not None:
             call.adapters = adapters
         fed_back = None
         if self.c.post.kind:
             fed_back = torch.empty((rows, self.c.post.n))
-            call.fed_back = fed_back.data_ptr()
+            call.fed_back = at(fed_back)
         streams = {i: torch.empty((rows, self.hidden)) for i in taps}
         if streams:
             pointers = (c_void_p * self.c.layers)(*[at(streams.get(i)) for i in range(self.c.layers)])
-            call.taps = ctypes.addressof(pointers)
-        if self.ops.lib.or_forward(self.ops.team, ctypes.byref(call)):
-            raise MemoryError("scratch of a forward pass")
+            call.taps = at(pointers)
+        self.ops.lib.or_forward(self.ops.team, call)
         return hidden, fed_back, [streams[i] for i in taps]
 
 
-def supports(ops: CpuOps, blocks: Sequence[Any], *widths: int) -> bool:
-    """Can the library run these layers in one call? Those of a group must be alike, all widths multiples of 32."""
-    specs = [block.spec for block in blocks]
+def supports(layers: Sequence[tuple[AttnSpec, DeviceWeight]], *widths: int) -> bool:
+    """Whether the library can run these layers: those of a group must be alike, all widths multiples of 32."""
+    specs = [spec for spec, _ in layers]
     shapes = {(s.group, s.heads, s.kv_heads, s.head_dim, s.window) for s in specs}
-    every = (*widths, *(s.head_dim for s in specs), *(ops.c_weight(block.down).k for block in blocks))
+    every = (*widths, *(s.head_dim for s in specs), *(c_weight(down).k for _, down in layers))
     alike = len(shapes) == len({s.group for s in specs})
     return alike and not any(width % 32 for width in every) and all(s.heads // s.kv_heads <= 32 for s in specs)
 
 
 class CompiledModel:
-    """A target model: its own methods, with `forward` in one call."""
+    """A target model of one process: its own fields and methods (`forward_soft` has the same bits), with `forward` in
+    one call. adapters: for one pass in which sequence i has `counts[i]` rows."""
 
-    def __init__(self, model: Any, stack: Stack):
-        self.model, self.stack = model, stack
-        self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
-        self.embed, self.rows, self.logits, self.scores = model.embed, model.rows, model.logits, model.scores
-        self.forward_soft = model.forward_soft  # operation by operation: the same kernels, and the same bits
-        # one process only: whole passes have no collectives
-        self.together, self.all_reduce = model.together, model.all_reduce
-        self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
+    def __init__(self, model: Any, stack: Stack, adapters: Sequence[Adapter | None] = (), counts: Sequence[int] = ()):
+        self.__dict__.update(model.__dict__)
+        self.model, self.stack, self.counts = model, stack, counts
+        self.adapters = PassAdapters(stack.changes, adapters) if adapters else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted, adapters=self.used())
+        used = None if self.adapters is None else self.adapters.by_row(self.counts)
+        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted, adapters=used)
         return Pass(hidden, tuple(streams))
-
-    def used(self) -> CAdapters | None:
-        """The adapters of this pass."""
-        return None
-
-
-class AdaptedPass(CompiledModel):
-    """A compiled model for one pass whose rows use adapters."""
-
-    def __init__(self, model: CompiledModel, adapters: Sequence[Adapter | None], counts: Sequence[int]):
-        self.__dict__.update(model.__dict__)
-        self.adapters, self.counts = PassAdapters(model.stack.changes, adapters), counts
-
-    def used(self) -> CAdapters:
-        return self.adapters.by_row(self.counts)
 
 
 def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     config = model.config
-    if not supports(ops, model.blocks, config.hidden, config.ple_dim):
+    if not supports([(b.spec, b.down) for b in model.blocks], config.hidden, config.ple_dim):
         return None
     if config.moe is not None and any(not routable(e.layer.experts) for e in model.experts):
         return None
     stack = Stack(ops, model.blocks, model.inv_freqs, config.hidden, config.norm_eps, config.activation)
     if config.moe is not None:
         for c, e in zip(stack.layers, model.experts, strict=True):
-            c.moe, end = c_moe(ops, e.layer.experts), e.layer.end
+            c.moe, end = c_moe(e.layer.experts), e.layer.end
             c.moe.router_norm, c.moe.norm = at(e.router_norm), at(e.norm)
             c.moe.post_norm, c.moe.post_dense_norm = at(end.routed_norm), at(end.dense_norm)
         stack.keep.append(model.experts)
-    stack.c.embed = ops.c_weight(model.table)
+    stack.c.embed = c_weight(model.table)
     stack.c.embed_scale = table_scale(model.table, config.embed_scale)
     stack.keep.append(model.table)
     if config.ple_dim:
         source = model.ple_input
         stack.c.ple, stack.c.ple_norm = config.ple_dim, at(source.norm)
-        stack.c.ple_embed, stack.c.ple_proj = ops.c_weight(source.table), ops.c_weight(source.proj)
+        stack.c.ple_embed, stack.c.ple_proj = c_weight(source.table), c_weight(source.proj)
         stack.c.ple_token_scale = table_scale(source.table, config.ple_dim**0.5)
         stack.c.ple_proj_scale = config.hidden**-0.5
         for c, block in zip(stack.layers, model.blocks, strict=True):
-            c.ple_gate, c.ple_out = ops.c_weight(block.ple_gate), ops.c_weight(block.ple_out)
+            c.ple_gate, c.ple_out = c_weight(block.ple_gate), c_weight(block.ple_out)
             c.ple_post_norm = at(block.ple_post_norm)
         stack.keep.append(source)
     return CompiledModel(model, stack)
 
 
 class CompiledDrafter:
-    """An MTP drafter with one constant position (Gemma 4's assistants and ours): its own methods, `step` in one call,
-    and `draft` for a whole round."""
+    """An MTP drafter with one constant position: its own methods, `step` in one call, and `draft`, a whole round."""
 
     most = EVERY_ROW  # sequences in one call
     has_runner_ups = False
@@ -185,8 +169,8 @@ class CompiledDrafter:
         self.shift = 2 - config.position_offset
         target = drafter.target
         c = self.c = CDraft(
-            table=self.ops.c_weight(target.table),
-            head=self.ops.c_weight(drafter.head),
+            table=c_weight(target.table),
+            head=c_weight(drafter.head),
             table_scale=table_scale(target.table, target.config.embed_scale),
             unit=not config.gemma,
             tied=config.tied_to_target,
@@ -195,8 +179,8 @@ class CompiledDrafter:
         if config.clusters:
             self.cluster_ids = drafter.cluster_ids.contiguous()
             self.hashes = cluster_hashes(self.cluster_ids)
-            c.centroids, c.cluster_ids = self.ops.c_weight(drafter.centroids), self.cluster_ids.data_ptr()
-            c.hashes = self.hashes.data_ptr()
+            c.centroids = c_weight(drafter.centroids)
+            c.cluster_ids, c.hashes = at(self.cluster_ids), at(self.hashes)
             c.clusters, c.size = self.cluster_ids.shape
             c.top = config.cluster_top
 
@@ -213,10 +197,9 @@ class CompiledDrafter:
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where sampled, else
-        of the logits: what `step`, `candidates` and `gumbel_argmax` give one by one. With them their probabilities
-        [B, steps] among the candidates and the lengths [B]. When all drafts have ended themselves, the steps that are
-        left do not run, and their tokens and probabilities are 0."""
+        """Tokens [B, steps], as `step`, `candidates` and `gumbel_argmax` give them one by one; their probabilities
+        [B, steps] among the candidates; lengths [B]. When all drafts have ended themselves, the steps that are left do
+        not run, and their tokens and probabilities are 0."""
         state = self.start(kv, features)
         start = floats(features[:, : self.config.backbone_hidden])
         size = last.shape[0]
@@ -225,28 +208,26 @@ class CompiledDrafter:
         batch = CBatchBuffers(kv, self.ops.pages(kv))
         batch.c.rope_shift = self.shift
         drawn = [floats(noise.temperature), *(t.contiguous() for t in (noise.sampled, noise.seed, noise.position))]
-        held = [last.contiguous(), start, state.taps, *drawn, out]
+        held = [last.contiguous(), start, state.taps, *drawn]
         c = self.c
-        c.call = CCall(ctypes.addressof(self.stack.c), batch.c)
-        c.steps = steps
-        c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position, c.out = map(at, held)
-        c.confidence, c.lengths = confidence.data_ptr(), lengths.data_ptr()
+        c.call, c.steps = CCall(at(self.stack.c), batch.c), steps
+        c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position = map(at, held)
+        c.out, c.confidence, c.lengths = map(at, (out, confidence, lengths))
         assert end is None or (
             [t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end)
         )
         c.stop, c.drop, c.trust = map(at, end) if end is not None else (None, None, None)
-        if self.ops.lib.or_draft(self.ops.team, ctypes.byref(c)):
-            raise MemoryError("scratch of a draft")
+        self.ops.lib.or_draft(self.ops.team, c)
         return out, confidence, lengths
 
 
 def compile_drafter(ops: CpuOps, drafter: Any) -> CompiledDrafter | None:
     config = drafter.config
-    if not supports(ops, drafter.blocks, config.hidden, config.backbone_hidden):
+    if not supports([(b.spec, b.down) for b in drafter.blocks], config.hidden, config.backbone_hidden):
         return None
     stack = Stack(ops, drafter.blocks, drafter.inv_freqs, config.hidden, config.norm_eps, config.activation)
-    stack.c.pre = ops.c_weight(drafter.pre)
+    stack.c.pre = c_weight(drafter.pre)
     if drafter.post is not None:
-        stack.c.post = ops.c_weight(drafter.post)
+        stack.c.post = c_weight(drafter.post)
     stack.keep += [drafter.pre, drafter.post]
     return CompiledDrafter(drafter, stack)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import operator
 import re
-from collections.abc import Iterator
 from ctypes import Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,90 +18,75 @@ from .build import HERE, SHIPPED, SOURCES, shared_object
 # how a weight is laid out, in the order of formats.h; GGUF's formats by their names
 PackedKind = IntEnum("PackedKind", "DENSE Q4_1 Q4_0 Q8_0 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS PARTS FILE")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 GROUPS: tuple[GroupName, ...] = ("full", "sliding")  # the order of a batch's tables
 # The library's sources without comments, and the numbers they declare.
 C = re.sub(r"/\*.*?\*/", "", "\n".join((HERE / name).read_text() for name in SOURCES), flags=re.DOTALL)
 NUMBERS: dict[str, type] = {"int": c_int, "int32_t": c_int32, "int64_t": c_int64, "long": c_long, "float": c_float}
+STRUCTS: dict[str, type[Structure]] = {}
 
 
-def members(name: str, **inner: type[Structure]) -> list[tuple[str, type]]:
-    """The fields of a C struct, pointers as addresses. inner: the structs that it contains."""
+def struct(name: str) -> type[Structure]:
+    """A struct by its C declaration, with addresses for pointers; it may contain those that were made before."""
     body = re.search(rf"typedef struct {{([^{{}}]*)}} {name};", C)
     assert body is not None, name
-    kinds, found = NUMBERS | inner, list[tuple[str, type]]()
+    kinds, fields = NUMBERS | STRUCTS, list[tuple[str, type]]()
     for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", body[1]):
         for star, field, count in re.findall(r"([*]?)(\w+)(?:\[(\d)\])?(?:,|$)", declared):
             item = c_void_p if star else kinds[kind]
-            found.append((field, operator.mul(item, int(count)) if count else item))
-    return found
+            fields.append((field, operator.mul(item, int(count)) if count else item))
+    STRUCTS[name] = type(name, (Structure,), {"_fields_": fields})
+    return STRUCTS[name]
 
 
-def signatures() -> Iterator[tuple[str, type | None, list[type]]]:
-    """Of the library's functions: name, result and arguments."""
+CWeight = struct("Weight")
+CSpec = struct("Spec")
+CBatch = struct("Batch")
+CMoe = struct("Moe")
+CLayer = struct("Layer")
+CStack = struct("Stack")
+struct("LowRankPiece")
+CLowRank = struct("LowRank")
+CAdapters = struct("Adapters")
+CCall = struct("Call")
+CDraft = struct("Draft")
+CBlockNet = struct("BlockNet")
+CUnread = struct("Unread")
+CCycle = struct("Cycle")
+CChain = struct("Chain")
+# in the order of or_sizes
+CHECKED = CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank, CBlockNet, CUnread
+
+
+class Pointer:
+    """An argument that the library takes as an address."""
+
+    @staticmethod
+    def from_param(x: object) -> object:
+        return byref(x) if isinstance(x, Structure) else c_void_p(at(x))
+
+
+def at(x: Any) -> int | None:
+    """The address of a tensor, a ctypes array or a struct; an address itself, or None."""
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return x if x is None or isinstance(x, int) else ctypes.addressof(x)
+
+
+def out_of_memory(result: int, function: Any, _: object) -> None:
+    if result:
+        raise MemoryError(f"scratch of {function.__name__}")
+
+
+def declare(lib: ctypes.CDLL) -> None:
+    """The functions' signatures. What runs on a team and returns an int lacked memory where that is not 0."""
     for result, star, name, given in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
         given = [one for one in given.split(",") if one != "void"]
-        arguments = [c_void_p if "*" in one else NUMBERS[one.split()[-2]] for one in given]
-        yield name, c_void_p if star else NUMBERS.get(result), arguments
-
-
-class CWeight(Structure):
-    _fields_ = members("Weight")
-
-
-class CSpec(Structure):
-    _fields_ = members("Spec")
-
-
-class CBatch(Structure):
-    _fields_ = members("Batch")
-
-
-class CMoe(Structure):
-    _fields_ = members("Moe", Weight=CWeight)
-
-
-class CLayer(Structure):
-    _fields_ = members("Layer", Spec=CSpec, Weight=CWeight, Moe=CMoe)
-
-
-class CStack(Structure):
-    _fields_ = members("Stack", Weight=CWeight)
-
-
-class CLowRankPiece(Structure):
-    _fields_ = members("LowRankPiece")
-
-
-class CLowRank(Structure):
-    _fields_ = members("LowRank", Weight=CWeight, LowRankPiece=CLowRankPiece)
-
-
-class CAdapters(Structure):
-    _fields_ = members("Adapters")
-
-
-class CCall(Structure):
-    _fields_ = members("Call", Batch=CBatch, Adapters=CAdapters)
-
-
-class CDraft(Structure):
-    _fields_ = members("Draft", Call=CCall, Weight=CWeight)
-
-
-class CBlockNet(Structure):
-    _fields_ = members("BlockNet", Call=CCall, Weight=CWeight)
-
-
-class CUnread(Structure):
-    _fields_ = members("Unread")
-
-
-class CCycle(Structure):
-    _fields_ = members("Cycle", Call=CCall, Weight=CWeight)
-
-
-class CChain(Structure):
-    _fields_ = members("Chain", Call=CCall, Weight=CWeight)
+        function = getattr(lib, name)
+        function.restype = c_void_p if star else NUMBERS.get(result)
+        function.argtypes = [Pointer if "*" in one else NUMBERS[one.split()[-2]] for one in given]
+        if result == "int" and given and given[0] == "ThreadPool *team":
+            function.errcheck = out_of_memory
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
@@ -119,30 +104,31 @@ def load(isa: str | None = None) -> ctypes.CDLL:
             raise
         path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))
-    for name, result, arguments in signatures():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    mirrored = (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank)
-    sizes = [ctypes.sizeof(s) for s in (*mirrored, CBlockNet, CUnread)]
-    assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "not the library of these sources"
+    declare(lib)
+    assert [*map(ctypes.sizeof, CHECKED)] == [*map(lib.or_sizes, range(len(CHECKED)))], "another library's structs"
     return lib
 
 
-def c_spec(spec: AttnSpec) -> CSpec:
+def floats(x: Tensor) -> Tensor:
+    """float32, contiguous; the tensor itself where it is."""
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
+
+
+def c_spec(spec: AttnSpec) -> Structure:
     assert spec.head_dim <= 1024 and spec.heads // spec.kv_heads <= 32, "beyond the kernels' buffers"
     named = {name: getattr(spec, name) for name in ("heads", "kv_heads", "kv_layer", "writes", "k_eq_v", "norm_v")}
     group, window = spec.window is not None, spec.window or 0
     return CSpec(dim=spec.head_dim, group=group, window=window, scale=spec.scale, eps=spec.eps, **named)
 
 
-def c_block_spec(attn: BlockAttn) -> CSpec:
+def c_block_spec(attn: BlockAttn) -> Structure:
     """The store's window decides the pages; a row sees back as far as the narrower of that and the layer's own."""
     c, windows = c_spec(attn.spec), [w for w in (attn.spec.window, attn.window) if w is not None]
     c.window, c.bidirectional = min(windows, default=0), not attn.causal
     return c
 
 
-def dense_weight(w: Tensor) -> CWeight:
+def dense_weight(w: Tensor) -> Structure:
     """[..., K] of any float type, read in place."""
     return CWeight(PackedKind.DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
 
@@ -164,7 +150,6 @@ class CBatchBuffers:
             table = kv.tables.get(group)
             if table is not None:
                 c.tables[i], c.width[i] = self.hold(table), table.shape[1]
-        self.ref = byref(c)
 
     def hold(self, t: Tensor | None) -> int | None:
         if t is None:
@@ -184,9 +169,9 @@ class CPages:
         )
         self.dtype, self.page_size = DTYPES[dtypes.pop()], kv.page_size
         count = len(kv.keys)
-        self.keys = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.keys])
-        self.values = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.values])
+        self.keys = (c_void_p * count)(*map(at, kv.keys))
+        self.values = (c_void_p * count)(*map(at, kv.values))
 
-    def bind(self, batch: CBatch) -> None:
-        batch.keys, batch.values = ctypes.addressof(self.keys), ctypes.addressof(self.values)
+    def bind(self, batch: Structure) -> None:
+        batch.keys, batch.values = at(self.keys), at(self.values)
         batch.kv_dtype, batch.page_size = self.dtype, self.page_size

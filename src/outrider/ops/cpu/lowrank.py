@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_int32, c_void_p
+from ctypes import Array, Structure, c_int32, c_void_p
 from dataclasses import replace
 from itertools import pairwise
 from math import frexp
@@ -16,17 +15,16 @@ from torch import Tensor
 from ..formats import DeviceWeight
 from ..lowrank import Adapter, LowRank
 from ..reference import as_tensor
-from . import packing
-from .lib import DTYPES, CAdapters, CLowRank, PackedKind
+from .lib import DTYPES, CAdapters, CLowRank, PackedKind, at
 from .memory import HUGE, Arena
-from .packing import LANES, PackedWeight
+from .packing import LANES, PackedWeight, Packer, dense_rows
 
 AHEAD = 4096  # of lowrank.h
 NAMES = ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")  # of a layer's weights, in the order of lowrank.h
 
 
 def pack(
-    a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None
+    packer: Packer, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None
 ) -> LowRank | None:
     """A as a weight of its own, B by pieces and groups of 16 outputs without the zeros between pieces. Both are int8
     next to a quantised base, whose activations are int8 as well; next to 16 bits float32 becomes float16. None: outputs
@@ -54,8 +52,8 @@ def pack(
         heights.append(F.pad(low, (0, 0, 0, -rank % LANES * coded)))
         row, first = row + outputs, first + rank
     a = torch.cat(heights)
-    rows = packing.int8_rows(a) if coded else packing.dense_rows(a, a.nbytes)
-    return LowRank(rows, torch.cat(groups), scale, tuple(pieces))
+    rows = packer.quantize(a, "int8", torch.empty) if coded else dense_rows(a, a.nbytes)
+    return None if rows is None else LowRank(rows, torch.cat(groups), scale, tuple(pieces))
 
 
 def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
@@ -75,20 +73,20 @@ def packed(part: LowRank) -> bool:
     return isinstance(part.a, PackedWeight)
 
 
-def c_lowrank(part: LowRank) -> CLowRank:
+def c_lowrank(part: LowRank) -> Structure:
     assert isinstance(part.a, PackedWeight)
-    c, group, first, at = CLowRank(part.a.c, as_tensor(part.b).data_ptr()), 0, 0, 0
+    c, group, first, offset = CLowRank(part.a.c, at(as_tensor(part.b))), 0, 0, 0
     coded, item = part.a.c.kind == PackedKind.Q8_0, 4 if part.a.c.dtype == DTYPES[torch.float32] else 2
     for piece, (outputs, rank) in zip(c.piece, part.pieces):
         groups = outputs // LANES
         group += groups
-        piece.end, piece.first, piece.rank, piece.at = group, first, rank, at
+        piece.end, piece.first, piece.rank, piece.at = group, first, rank, offset
         first += -(-rank // LANES) * LANES if coded else rank
-        at += groups * LANES * (4 + (-(-rank // 2) * 2 if coded else rank * item))
+        offset += groups * LANES * (4 + (-(-rank // 2) * 2 if coded else rank * item))
     return c
 
 
-def table(adapter: Adapter, layers: int) -> ctypes.Array[CLowRank] | None:
+def table(adapter: Adapter, layers: int) -> Array[Structure] | None:
     """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
     names = [f"layers.{i}.{name}" for i in range(layers) for name in NAMES] + ["ple_proj"]
     if not set(adapter.parts) <= set(names) or not all(packed(part) for part in adapter.parts.values()):
@@ -104,7 +102,7 @@ def table(adapter: Adapter, layers: int) -> ctypes.Array[CLowRank] | None:
 class PassAdapters:
     """The adapters of a pass, and by sequence which of them it uses (-1: none). changes: of an adapter, its `table`."""
 
-    def __init__(self, changes: Callable[[Adapter], ctypes.Array[CLowRank] | None], adapters: Sequence[Adapter | None]):
+    def __init__(self, changes: Callable[[Adapter], Array[Structure] | None], adapters: Sequence[Adapter | None]):
         self.changes, self.adapters, self.c = changes, list(adapters), CAdapters()
         used = list(dict.fromkeys(one for one in adapters if one is not None))
         number = {one: i for i, one in enumerate(used)}
@@ -112,12 +110,12 @@ class PassAdapters:
         if used:
             self.tables = [found for one in used if (found := changes(one)) is not None]
             assert len(self.tables) == len(used), "an adapter that the library does not know"
-            self.table = (c_void_p * len(used))(*[ctypes.addressof(found) for found in self.tables])
-            self.c = CAdapters(ctypes.addressof(self.table), None, len(used))
+            self.table = (c_void_p * len(used))(*map(at, self.tables))
+            self.c = CAdapters(at(self.table), None, len(used))
 
-    def by_row(self, counts: Sequence[int]) -> CAdapters:
+    def by_row(self, counts: Sequence[int]) -> Structure:
         """For a pass in which sequence i has `counts[i]` rows."""
         rows = [which for which, count in zip(self.of, counts, strict=True) for _ in range(count)]
         self.rows = (c_int32 * len(rows))(*rows)
-        self.c.of = ctypes.addressof(self.rows)
+        self.c.of = at(self.rows)
         return self.c

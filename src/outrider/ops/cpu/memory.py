@@ -19,11 +19,12 @@ ALIGN = 64
 BLOCK = 64 << 20  # address space reserved at once; only touched pages take memory
 
 
-def advise(address: int, size: int) -> None:
-    """Ask for huge pages under a range that has not been written yet (elsewhere it does no harm)."""
-    lo, hi = -(-address // HUGE) * HUGE, (address + size) // HUGE * HUGE
+def advise(address: int, size: int, advice: str = "MADV_HUGEPAGE", unit: int = HUGE) -> None:
+    """Advises the system about the pages of `unit` bytes that are wholly in a range: to use huge pages there, if it has
+    not been written yet (elsewhere it does no harm); MADV_DONTNEED: to free its memory, which reads as zero then."""
+    lo, hi = -(-address // unit) * unit, (address + size) // unit * unit
     if hi > lo and sys.platform == "linux":
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), getattr(mmap, advice))
 
 
 class Arena:
@@ -95,19 +96,15 @@ class HugePageWarmer:
         """`free`: unused rows, ascending. Their memory goes back to the system, where it is worth a call; they are zero
         when they are used again. The first of them stay, so that the next sequences need not wait for memory. Returns
         the bytes freed."""
-        first = free[self._rows - 1] + 1 if len(free) > self._rows else self._end
-        if (
-            first >= self._end
-            or sum(self._there[row] for row in free[self._rows :]) < self._rows
-            or sys.platform != "linux"
-        ):
+        rest, before = free[self._rows :], self.bytes
+        first = free[self._rows - 1] + 1 if rest else self._end
+        if first >= self._end or sum(self._there[row] for row in rest) < self._rows or sys.platform != "linux":
             return 0
-        before = self.bytes
-        for lo, hi in runs(free[self._rows :]):
+        for lo, hi in runs(rest):
             if any(self._there[lo:hi]):
                 for tensor in self._tensors:
                     step = tensor.stride(0) * tensor.element_size()
-                    drop(tensor.data_ptr() + lo * step, (hi - lo) * step)
+                    advise(tensor.data_ptr() + lo * step, (hi - lo) * step, "MADV_DONTNEED", mmap.PAGESIZE)
                 self._there[lo:hi] = bytes(hi - lo)
         self._taken, self.bytes = first, self._row_bytes * sum(self._there)
         return before - self.bytes
@@ -122,13 +119,6 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             out.append((number, number + 1))
     return out
-
-
-def drop(address: int, size: int) -> None:
-    """Free the memory of a range; it reads as zero afterwards. Pages that are only partly in it are kept."""
-    lo, hi = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if hi > lo:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), mmap.MADV_DONTNEED)
 
 
 def populate(address: int, size: int) -> int:

@@ -6,13 +6,13 @@ attention; `compile` runs a whole model in one call and gives the same bits.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from ctypes import Structure
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,18 +24,16 @@ from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
 from ..reference import ReferenceOps, as_tensor
 from . import lowrank, packing
-from .lib import CBatchBuffers, CMoe, CPages, CSpec, CWeight, c_block_spec, c_spec, dense_weight, load
+from .block import CpuBlock, block_view, compile_block
+from .cycle import CpuCycle
+from .draft_model import CpuChain
+from .forward import CompiledDrafter, CompiledModel, compile_drafter, compile_model
+from .lib import ACTIVATIONS, CBatchBuffers, CPages, c_block_spec, c_spec, floats, load
 from .memory import Arena, advise
-from .packing import LANES, PackedWeight
-
-if TYPE_CHECKING:
-    from .block import CpuBlock
-    from .cycle import CpuCycle
-    from .draft_model import CpuChain
+from .packing import LANES, PackedWeight, c_moe, c_weight, routable, table_scale
 
 BF16 = 3  # or_isa()
 FACTOR = 4  # bytes of a row's factor, behind its int8 values (cache.store.row_width)
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def default_threads() -> int:
@@ -51,19 +49,6 @@ def default_threads() -> int:
     except (OSError, ValueError):
         pass
     return count
-
-
-def floats(x: Tensor) -> Tensor:
-    """float32, contiguous; the tensor itself where it is."""
-    return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
-
-
-def at(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def ptrs(*tensors: Tensor | None) -> list[int | None]:
-    return [at(t) for t in tensors]
 
 
 class CpuOps(ReferenceOps):
@@ -90,7 +75,7 @@ class CpuOps(ReferenceOps):
         self.team: int = self.lib.or_pool_new(self.threads)
         self._close = weakref.finalize(self, self.lib.or_pool_free, self.team)
         self.packer = packing.Packer(self.lib, self.team, Arena())
-        self._specs: dict[AttnSpec, CSpec] = {}
+        self._specs: dict[AttnSpec, Structure] = {}
         self._batch: tuple[weakref.ref[KVView], CBatchBuffers] | None = None
         self._pages: tuple[weakref.ref[Tensor], CPages] | None = None
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -128,8 +113,6 @@ class CpuOps(ReferenceOps):
         return packing.in_file(table)
 
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
-        if mode not in ("int8", "int4"):
-            raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
         if dense.dim() == 3 and dense.shape[1] % 32:
             return self.prepare(dense)
         packed = self.packer.quantize(dense.reshape(-1, dense.shape[-1]), mode)
@@ -137,7 +120,7 @@ class CpuOps(ReferenceOps):
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         if isinstance(weight, PackedWeight):
-            return self.packer.take(weight, order.numpy())
+            return self.packer.take(weight, order)
         return super().take_rows(weight, order)
 
     def coarse(self, weight: DeviceWeight) -> DeviceWeight:
@@ -157,35 +140,27 @@ class CpuOps(ReferenceOps):
         """float32, dense."""
         if isinstance(weight, Tensor):
             return weight.float()
-        rows = torch.arange(self.c_weight(weight).n)
+        rows = torch.arange(c_weight(weight).n)
         return self.embed(rows, weight, 1.0).view(weight.shape)
-
-    def c_weight(self, w: DeviceWeight) -> CWeight:
-        if isinstance(w, PackedWeight):
-            return w.c
-        dense = as_tensor(w)
-        if not dense.is_contiguous():
-            raise OutriderError("a dense weight must be contiguous: pass it through prepare()")
-        return dense_weight(dense)
 
     # ---- dense pieces ---------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        w, ids = self.c_weight(table), ids.contiguous()
+        w, ids = c_weight(table), ids.contiguous()
         out = torch.empty((ids.shape[0], w.k))
-        self.lib.or_rows(ctypes.byref(w), ids.data_ptr(), ids.shape[0], table_scale(table, scale), out.data_ptr())
+        self.lib.or_rows(w, ids, ids.shape[0], table_scale(table, scale), out)
         return out
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        c, x = self.c_weight(w), floats(x)
+        c, x = c_weight(w), floats(x)
         out = torch.empty((x.shape[0], c.n))
         bias = None if bias is None else floats(bias)
-        self.lib.or_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
+        self.lib.or_linear(self.team, c, x, x.shape[0], bias, out)
         return out
 
     def lowrank(
         self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None = None
     ) -> LowRank:
-        return lowrank.pack(a, b, scale, pieces, base) or super().lowrank(a, b, scale, pieces)
+        return lowrank.pack(self.packer, a, b, scale, pieces, base) or super().lowrank(a, b, scale, pieces)
 
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
         return lowrank.side_by_side(parts)
@@ -194,34 +169,31 @@ class CpuOps(ReferenceOps):
         if not lowrank.packed(part):
             return super().add_lowrank(y, x, part, rows)
         own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
-        c, size = lowrank.c_lowrank(part), (out.shape[0], out.shape[1] // LANES)
-        if self.lib.or_lowrank(self.team, ctypes.byref(c), own.data_ptr(), *size, out.data_ptr()):
-            raise MemoryError("scratch of an adapter")
+        self.lib.or_lowrank(self.team, lowrank.c_lowrank(part), own, out.shape[0], out.shape[1] // LANES, out)
         if rows is None:
             return out
         y[rows] = out
         return y
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        c, x = self.c_weight(w), floats(x)
+        c, x = c_weight(w), floats(x)
         if c.n % 32:  # gate and up rows share a group
-            gate, up = self.linear(x, w).chunk(2, dim=-1)
-            return self.act_mul(gate, up, act)
+            return super().gated_linear(x, w, act)
         out = torch.empty((x.shape[0], c.n // 2))
-        self.lib.or_gated_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
+        self.lib.or_gated_linear(self.team, c, x, x.shape[0], ACTIVATIONS[act], out)
         return out
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
-        c, h = self.c_weight(w), floats(h)
+        c, h = c_weight(w), floats(h)
         out = torch.empty((h.shape[0], c.n))
-        self.lib.or_logits(self.team, ctypes.byref(c), h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
+        self.lib.or_logits(self.team, c, h, h.shape[0], softcap or 0.0, out)
         return out
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         x = floats(x)
         out = torch.empty_like(x)
         n = x.shape[-1]
-        self.lib.or_rms_norm(x.data_ptr(), x.numel() // n, n, at(w), eps, out.data_ptr())
+        self.lib.or_rms_norm(x, x.numel() // n, n, w, eps, out)
         return out
 
     def residual_norm(
@@ -231,17 +203,14 @@ class CpuOps(ReferenceOps):
         rows, n = x.shape
         out = torch.empty_like(x)
         h = out if next_w is None else torch.empty_like(x)
-        scratch = torch.empty(n)
-        self.lib.or_residual_norm(*ptrs(x, y), rows, n, *ptrs(post_w, scale, next_w), eps, *ptrs(out, h, scratch))
+        self.lib.or_residual_norm(x, y, rows, n, post_w, scale, next_w, eps, out, h, torch.empty(n))
         return out, h
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         x, y = (t if t.dtype == torch.float32 and t.stride(-1) == 1 else floats(t) for t in (x, y))
         rows, n = x.shape
         out = torch.empty((rows, n))
-        self.lib.or_act_mul(
-            x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, n, ACTIVATIONS[act], out.data_ptr()
-        )
+        self.lib.or_act_mul(x, x.stride(0), y, y.stride(0), rows, n, ACTIVATIONS[act], out)
         return out
 
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
@@ -249,35 +218,25 @@ class CpuOps(ReferenceOps):
             return super().moe(router_in, x, experts)
         router_in, x = floats(router_in), floats(x)
         out = torch.empty_like(x)
-        c, act = c_moe(self, experts), ACTIVATIONS[experts.act]
-        if self.lib.or_moe(
-            self.team, ctypes.byref(c), router_in.data_ptr(), x.data_ptr(), x.shape[0], act, out.data_ptr()
-        ):
-            raise MemoryError("scratch of experts")
+        act = ACTIVATIONS[experts.act]
+        self.lib.or_moe(self.team, c_moe(experts), router_in, x, x.shape[0], act, out)
         return out
 
     # ---- whole models ---------------------------------------------------------------------------------------------
     def compile(self, model: M) -> M:
-        from .forward import compile_model
-
         return cast(M, compile_model(self, model) or model)
 
     def compile_drafter(self, drafter: M) -> M:
-        from .forward import compile_drafter
-
         return cast(M, compile_drafter(self, drafter) or drafter)
 
     def compile_block(self, net: object) -> CpuBlock | None:
-        from .block import compile_block
-
         return compile_block(self, net)
 
     def adapted(self, model: M, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> M | None:
         """For a compiled model."""
-        from .forward import AdaptedPass, CompiledModel
-
-        fits = isinstance(model, CompiledModel) and all(a is None or model.stack.changes(a) for a in adapters)
-        return cast(M, AdaptedPass(cast(CompiledModel, model), adapters, counts)) if fits else None
+        if not isinstance(model, CompiledModel) or not all(a is None or model.stack.changes(a) for a in adapters):
+            return None
+        return cast(M, CompiledModel(model.model, model.stack, adapters, counts))
 
     def host_cycle(
         self,
@@ -289,10 +248,6 @@ class CpuOps(ReferenceOps):
         block: BlockCall | None = None,
     ) -> CpuCycle | None:
         """For a compiled model; an MTP drafter that was not compiled is left out."""
-        from .block import CpuBlock
-        from .cycle import CpuCycle
-        from .forward import CompiledDrafter, CompiledModel
-
         self.pages(cache)  # refuses K/V that the kernels do not read, before the first request
         if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
             return None
@@ -300,31 +255,25 @@ class CpuOps(ReferenceOps):
         return CpuCycle(model, mtp, cache, features, taps, block if isinstance(block, CpuBlock) else None)
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:
-        from .draft_model import CpuChain
-        from .forward import CompiledModel
-
         return CpuChain(model, head, listed) if isinstance(model, CompiledModel) else None
 
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]
         cos, sin = torch.empty((rows, half)), torch.empty((rows, half))
-        self.lib.or_angles(positions.data_ptr(), rows, inv_freq.data_ptr(), half, cos.data_ptr(), sin.data_ptr())
+        self.lib.or_angles(positions, rows, inv_freq, half, cos, sin)
         return cos, sin
 
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
-        batch, c = self.batch(kv), self.c_spec(spec)
-        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(qkv, *angles, *norms))
+        self.lib.or_rope_write(self.team, self.c_spec(spec), self.batch(kv), qkv, *angles, *norms)
         return qkv[:, : spec.heads * spec.head_dim]
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         q = q if q.dtype == torch.float32 and q.stride(-1) == 1 else floats(q)
-        batch, c = self.batch(kv), self.c_spec(spec)
         out = torch.empty((q.shape[0], spec.heads * spec.head_dim))
-        if self.lib.or_attend(self.team, ctypes.byref(c), batch.ref, q.data_ptr(), q.stride(0), out.data_ptr()):
-            raise MemoryError("attention scratch")
+        self.lib.or_attend(self.team, self.c_spec(spec), self.batch(kv), q, q.stride(0), out)
         return out
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
@@ -339,51 +288,40 @@ class CpuOps(ReferenceOps):
         return torch.cat(out)
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-        made, batch, c = floats(made), self.batch(kv), c_block_spec(attn)
+        c = c_block_spec(attn)
         c.heads = 0  # k and v alone
-        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(made, *angles, None, attn.k_norm))
+        self.lib.or_rope_write(self.team, c, self.batch(kv), floats(made), *angles, None, attn.k_norm)
 
     def attend_block(
         self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
     ) -> Tensor:
         """As the reference, but the rows' K/V goes into the sequences' pages, behind the committed positions, where the
         target's next pass writes: `Drafter.block_rows` are reserved there."""
-        from .block import block_view
-
         count = q.shape[0] // own.end.shape[0]
         start = own.end + first
         batch = CBatchBuffers(block_view(kv, start, count), self.pages(kv), ends=start + count - 1)
-        qkv, c, norms = torch.cat((floats(q), floats(made)), 1), c_block_spec(attn), (attn.q_norm, attn.k_norm)
-        self.lib.or_rope_write(self.team, ctypes.byref(c), batch.ref, *ptrs(qkv, *angles, *norms))
+        qkv, c = torch.cat((floats(q), floats(made)), 1), c_block_spec(attn)
+        self.lib.or_rope_write(self.team, c, batch.c, qkv, *angles, attn.q_norm, attn.k_norm)
         out = torch.empty_like(q, dtype=torch.float32)
-        if self.lib.or_attend(self.team, ctypes.byref(c), batch.ref, qkv.data_ptr(), qkv.stride(0), out.data_ptr()):
-            raise MemoryError("attention scratch")
+        self.lib.or_attend(self.team, c, batch.c, qkv, qkv.stride(0), out)
         return out
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """As the reference, one after another: a position must be read before it is overwritten."""
-        batch, c, moves = self.batch(kv), self.c_spec(spec), [t.contiguous() for t in (seq, source, target)]
-        self.lib.or_move_kv(ctypes.byref(c), batch.ref, *ptrs(*moves), seq.shape[0])
+        moves = [t.contiguous() for t in (seq, source, target)]
+        self.lib.or_move_kv(self.c_spec(spec), self.batch(kv), *moves, seq.shape[0])
 
-    def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
-        raise NotImplementedError("the library lays keys out in tiles of its own: write through rope_write")
-
-    def gather_kv(self, seq: int, count: int, spec: AttnSpec, kv: KVView) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("the library lays keys out in tiles of its own: read through attend")
-
-    def c_spec(self, spec: AttnSpec) -> CSpec:
+    def c_spec(self, spec: AttnSpec) -> Structure:
         c = self._specs.get(spec)
         if c is None:
             c = self._specs[spec] = c_spec(spec)
         return c
 
-    def batch(self, kv: KVView) -> CBatchBuffers:
+    def batch(self, kv: KVView) -> Structure:
         """The view's pointers, cached: every layer of a pass uses the same view."""
-        if self._batch is not None and self._batch[0]() is kv:
-            return self._batch[1]
-        batch = CBatchBuffers(kv, self.pages(kv))
-        self._batch = (weakref.ref(kv), batch)
-        return batch
+        if self._batch is None or self._batch[0]() is not kv:
+            self._batch = (weakref.ref(kv), CBatchBuffers(kv, self.pages(kv)))
+        return self._batch[1].c
 
     def pages(self, kv: KVPages) -> CPages:
         first = next(t for t in kv.keys if t is not None)
@@ -402,15 +340,14 @@ class CpuOps(ReferenceOps):
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        g, c = floats(g), self.c_weight(rows)
+        g, c = floats(g), c_weight(rows)
         clusters, size = rows.shape[0], rows.shape[1]
         scores = self.linear(g, centroids)
         if cluster_bonus is not None:
             scores += cluster_bonus
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
-        how = (scores.data_ptr(), clusters, top, size)
-        self.lib.or_clustered(self.team, ctypes.byref(c), g.data_ptr(), g.shape[0], *how, *ptrs(best, out))
+        self.lib.or_clustered(self.team, c, g, g.shape[0], scores, clusters, top, size, best, out)
         return best, out
 
     def cluster_bonus(
@@ -421,7 +358,7 @@ class CpuOps(ReferenceOps):
         clusters, size = tokens.shape
         rows, out = seed.shape[0], torch.zeros((seed.shape[0], clusters))
         how = [floats(temperature), *[t.contiguous() for t in (sampled, seed, position)]]
-        self.lib.or_cluster_bonus(self.team, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
+        self.lib.or_cluster_bonus(self.team, self._hashes[1], clusters, size, rows, *how, out)
         return out
 
     def argmax(self, z: Tensor) -> Tensor:
@@ -434,49 +371,21 @@ class CpuOps(ReferenceOps):
         z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
-        self.lib.or_choose(self.team, z.data_ptr(), *z.shape, *ptrs(seed, position, tokens, sampled, out))
+        self.lib.or_choose(self.team, z, *z.shape, seed, position, tokens, sampled, out)
         return out
 
     def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor:
         z = floats(z).clone()
-        how = [t.contiguous() for t in (top_k, top_p, min_logp)]
-        if self.lib.or_filter(self.team, z.data_ptr(), *z.shape, *ptrs(*how)):
-            raise MemoryError("scratch of a filter")
+        self.lib.or_filter(self.team, z, *z.shape, *[t.contiguous() for t in (top_k, top_p, min_logp)])
         return z
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
         z, tokens = floats(logits), tokens.contiguous()
         out = torch.empty((z.shape[0], 1 + 2 * top))
-        self.lib.or_logprobs(self.team, z.data_ptr(), z.shape[0], z.shape[1], tokens.data_ptr(), top, out.data_ptr())
+        self.lib.or_logprobs(self.team, z, *z.shape, tokens, top, out)
         return out
 
 
 def halves(w: Weight) -> bool:
     """A dense matrix in 16 bits."""
     return len(w.shape) == 2 and isinstance(w.format, DenseFormat) and w.format.dtype in (torch.float16, torch.bfloat16)
-
-
-def routable(experts: ExpertWeights) -> bool:
-    """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
-    gate_up, down = experts.gate_up, experts.down
-    return (
-        gate_up.shape[1] % 32 == 0
-        and down.shape[1] % LANES == 0
-        and (down.shape[2] % 32 == 0 or isinstance(down, Tensor))
-    )
-
-
-def c_moe(ops: CpuOps, experts: ExpertWeights) -> CMoe:
-    return CMoe(
-        router=ops.c_weight(experts.router),
-        gate_up=ops.c_weight(experts.gate_up),
-        down=ops.c_weight(experts.down),
-        expert_scale=experts.expert_scale.data_ptr(),
-        experts=experts.gate_up.shape[0],
-        top=experts.top_k,
-    )
-
-
-def table_scale(table: DeviceWeight, scale: float) -> float:
-    """The embedding's factor, rounded to the table's dtype where it has one."""
-    return float(torch.tensor(scale, dtype=table.dtype)) if isinstance(table, Tensor) and scale != 1.0 else scale

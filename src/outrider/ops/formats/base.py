@@ -13,7 +13,7 @@ a format, the loader dequantises and passes a dense tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Protocol
@@ -127,6 +127,16 @@ class Weight:
         units = self.format.units
         kept = {name: t if units[name].shared else t[lo:hi] for name, t in self.tensors.items()}
         return Weight(self.format, (hi - lo, *self.shape[1:]), kept)
+
+    def slices(self, nbytes: int, multiple: int = 1) -> Iterator[tuple[int, int, Weight]]:
+        """(lo, hi, `rows(lo, hi)`) in pieces of about `nbytes`; the file's pages of a piece are released after it."""
+        count, each = self.shape[0], prod(self.shape[1:-1])  # an expert has many rows of the file
+        step = max(1, nbytes * count // max(1, self.nbytes) // multiple) * multiple
+        for lo in range(0, count, step):
+            hi = min(count, lo + step)
+            yield lo, hi, self.rows(lo, hi)
+            if self.release is not None:
+                self.release(lo * each, hi * each)
 
     def columns(self, lo: int, hi: int) -> Weight:
         """Columns lo..hi-1: views. Both must lie on a multiple of the format's alignment."""

@@ -32,12 +32,12 @@ def blocks_of(weight: Weight) -> Weight | None:
     each = (format.group or columns) // BLOCK
     d = spread(scale, each).to(torch.float16)
     if format.bits == 8:
-        return made("Q8_0", weight, [d], (t["q"] ^ 128).unflatten(-1, (-1, BLOCK)))
+        return made("Q8_0", weight.shape, [d], (t["q"] ^ 128).unflatten(-1, (-1, BLOCK)))
     q = halves(t["q"]).unflatten(-1, (-1, BLOCK))
     nibbles = q[..., :16] | (q[..., 16:] << 4)  # a block's first half in the low halves
     if not format.has_zero_point:
-        return made("Q4_0", weight, [d], nibbles)
-    return made("Q4_1", weight, [d, spread(-scale * t["zero"].float(), each).to(torch.float16)], nibbles)
+        return made("Q4_0", weight.shape, [d], nibbles)
+    return made("Q4_1", weight.shape, [d, spread(-scale * t["zero"].float(), each).to(torch.float16)], nibbles)
 
 
 def spread(numbers: Tensor, each: int) -> Tensor:
@@ -45,6 +45,7 @@ def spread(numbers: Tensor, each: int) -> Tensor:
     return numbers.repeat_interleave(each, dim=-1)[..., None]
 
 
-def made(kind: str, weight: Weight, numbers: list[Tensor], codes: Tensor) -> Weight:
+def made(kind: str, shape: tuple[int, ...], numbers: list[Tensor], codes: Tensor) -> Weight:
+    """Blocks of float16 numbers [.., blocks, 1] and codes [.., blocks, bytes]."""
     blocks = torch.cat([*(n.contiguous().view(torch.uint8) for n in numbers), codes.view(torch.uint8)], dim=-1)
-    return Weight(GGUFBlockFormat(kind), weight.shape, {"blocks": blocks.flatten(-2).contiguous()})
+    return Weight(GGUFBlockFormat(kind), shape, {"blocks": blocks.flatten(-2).contiguous()})

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,18 +34,6 @@ class GGUFBlockFormat(Format):
     def dequantise(self, weight: Weight) -> Tensor:
         blocks = weight.tensors["blocks"]
         return dequantize(self.kind, blocks.flatten(0, -2).cpu()).view(weight.shape).to(blocks.device)
-
-
-def stored_rows(weight: Weight) -> np.ndarray:
-    """uint8 [N, bytes per row]: all rows of a matrix, or of all experts."""
-    return weight.tensors["blocks"].flatten(0, -2).cpu().numpy()
-
-
-def from_rows(kind: str, rows: np.ndarray) -> Weight:
-    """The matrix of these rows, uint8 [N, bytes per row]."""
-    size, nbytes = BLOCKS[kind]
-    shape = (len(rows), rows.shape[1] // nbytes * size)
-    return Weight(GGUFBlockFormat(kind), shape, {"blocks": torch.from_numpy(rows)})
 
 
 def dequantize(kind: str, rows: Tensor) -> Tensor:
