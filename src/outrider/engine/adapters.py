@@ -44,7 +44,7 @@ class AdaptedModel(TextModel):
     """A target model during one pass in which some rows use low-rank adapters: the same weights, other operations
     (ops.lowrank, ops.adapter_slots). It is made per pass, or per captured step, and costs a dictionary."""
 
-    def __init__(self, model: TextModel, ops: AdaptedOps | SlotOps):
+    def __init__(self, model: TextModel, ops: AdaptedOps):
         self.__dict__.update(model.__dict__)
         self.ops = cast(Backend, ops)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..types import OutriderError
 from .backend import Epilogue, MoeLayer
 from .formats import DeviceWeight
-from .lowrank import Adapter, LowRank
+from .lowrank import AdaptedOps, Adapter, LowRank
 
 if TYPE_CHECKING:
     from .reference import Backend
@@ -73,8 +73,7 @@ class AdapterSlots:
                 self.version += 1
 
     def place(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        """The slot of each adapter, -1 for None; a slot is assigned if necessary, evicting the least recently used
-        adapters."""
+        """The slot of each adapter, -1 for None; one without a slot takes that of the least recently used."""
         wanted = {adapter.digest: adapter for adapter in adapters if adapter is not None}
         for digest, adapter in wanted.items():
             slot = self._slots.pop(digest, None)
@@ -144,36 +143,19 @@ def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, i
     return ranges
 
 
-class SlotOps:
-    """The backend `base` with the slots' adapters applied in every product that they change; all else is the backend's.
-    names: the canonical name of a weight by its `id`. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
+class SlotOps(AdaptedOps):
+    """The same with the slots' adapters. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
-        self.base, self.names, self.weights, self.ranges = base, names, slots.weights, ranges
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.base, name)
+        super().__init__(base, names, ())
+        self.weights, self.ranges = slots.weights, ranges
 
     def changed(self, w: DeviceWeight) -> SlotWeight | None:
         return self.weights.get(self.names.get(id(w), ""))
 
-    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor | None:
         change = self.changed(w)
-        if change is None:
-            return self.base.linear(x, w, bias)
-        return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(bias))
-
-    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        change = self.changed(w)
-        if change is None:
-            return self.base.gated_linear(x, w, act)
-        return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(act=act))
-
-    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        change = self.changed(w)
-        if change is None:
-            return self.base.linear_act_mul(x, w, y, act)
-        return self.base.adapted_linear(x, w, change, self.ranges, Epilogue(act=act, mul=y))
+        return None if change is None else self.base.adapted_linear(x, w, change, self.ranges, end)
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .backend import MoeLayer
+from .backend import Epilogue, MoeLayer
 from .formats import DeviceWeight
 
 if TYPE_CHECKING:
@@ -86,33 +86,35 @@ class AdaptedOps:
         name = self.names.get(id(w), "")
         return [(g.rows, g.adapter.parts[name]) for g in self.groups if name in g.adapter.parts]
 
+    def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor | None:
+        """x · wᵀ with the adapters' additions, and what `end` makes of it; None: no adapter changes w."""
+        changes = self.changes(w)
+        if not changes:
+            return None
+        y = self.base.linear(x, w, end.bias)
+        for which, part in changes:
+            y = self.base.add_lowrank(y, x, part, which)
+        if not end.act:
+            return y
+        rows, (a, b) = self.touched(x, w), y.chunk(2, dim=-1) if end.mul is None else (y, end.mul)
+        if rows is None or rows.shape[0] == x.shape[0]:
+            return self.base.act_mul(a, b, end.act)
+        # a row that is not changed keeps the fused product's bits
+        out = self.base.gated_linear(x, w, end.act) if end.mul is None else self.base.linear_act_mul(x, w, b, end.act)
+        out[rows] = self.base.act_mul(a[rows], b[rows], end.act)
+        return out
+
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        y = self.base.linear(x, w, bias)
-        for rows, part in self.changes(w):
-            y = self.base.add_lowrank(y, x, part, rows)
-        return y
+        made = self.product(x, w, Epilogue(bias))
+        return self.base.linear(x, w, bias) if made is None else made
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        rows = self.touched(x, w)
-        if rows is None:
-            return self.base.gated_linear(x, w, act)
-        gate, up = self.linear(x, w).chunk(2, dim=-1)
-        if rows.shape[0] == x.shape[0]:
-            return self.base.act_mul(gate, up, act)
-        out = self.base.gated_linear(x, w, act)  # a row that is not changed keeps the fused product's bits
-        out[rows] = self.base.act_mul(gate[rows], up[rows], act)
-        return out
+        made = self.product(x, w, Epilogue(act=act))
+        return self.base.gated_linear(x, w, act) if made is None else made
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        rows = self.touched(x, w)
-        if rows is None:
-            return self.base.linear_act_mul(x, w, y, act)
-        made = self.linear(x, w)
-        if rows.shape[0] == x.shape[0]:
-            return self.base.act_mul(made, y, act)
-        out = self.base.linear_act_mul(x, w, y, act)
-        out[rows] = self.base.act_mul(made[rows], y[rows], act)
-        return out
+        made = self.product(x, w, Epilogue(act=act, mul=y))
+        return self.base.linear_act_mul(x, w, y, act) if made is None else made
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
