@@ -21,7 +21,7 @@ from outrider.models.config import DrafterConfig, Foreign, ModelConfig
 from outrider.models.names import Role, tensor_plan
 from outrider.ops.formats import BLOCKS
 from outrider.weights.gguf import SCALARS, STRING, TENSOR_TYPES, Value
-from outrider.weights.gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP, TOP_WHOLE
+from outrider.weights.gguf_config import ARCHITECTURES, LAYER, TOP, WHOLE
 from outrider.weights.source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
@@ -34,7 +34,7 @@ ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.it
     "mistral": "llama",
 }
 TO_GGUF = {hf: stem for stem, hf in (*TOP.items(), *LAYER.items())}
-WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.items(), (FREQS, FREQS))}
+WHOLE_TO_GGUF = {hf: name for name, hf in (*WHOLE.items(), (FREQS, FREQS))}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )

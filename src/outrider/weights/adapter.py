@@ -62,7 +62,6 @@ class LoraUpdate:
 
 @dataclass(frozen=True)
 class LoraFile:
-    where: str
     updates: Mapping[str, LoraUpdate]  # by the base checkpoint's tensor (names.tensor_plan's sources)
 
     def digest(self) -> bytes:
@@ -100,19 +99,13 @@ def load_adapter(
         found = [file.updates.get(source) for source in plan.sources]
         if not any(found):
             continue
-        rank, kinds = 0, {u.a.dtype for u in found if u is not None}
+        kinds = {u.a.dtype for u in found if u is not None}
         kept = kinds.pop() if halves and len(kinds) == 1 else dtype
-        a = torch.cat([u.a.to(kept) for u in found if u is not None])
-        b = torch.zeros((plan.shape[0], a.shape[0]), dtype=kept)
-        scale, row, pieces = torch.zeros(plan.shape[0]), 0, []
-        for update, (rows, _) in zip(found, plan.source_shapes):
-            if update is not None:
-                width = update.a.shape[0]
-                b[row : row + rows, rank : rank + width] = update.b.to(kept)
-                scale[row : row + rows] = update.scale
-                rank += width
-            row += rows
-            pieces.append((rows, update.a.shape[0] if update is not None else 0))
+        none = [LoraUpdate(torch.zeros(0, columns), torch.zeros(rows, 0), 0.0) for rows, columns in plan.source_shapes]
+        every = [update or nothing for update, nothing in zip(found, none)]
+        a, b = torch.cat([u.a.to(kept) for u in every]), torch.block_diag(*[u.b.to(kept) for u in every])
+        scale = torch.cat([torch.full((u.b.shape[0],), u.scale) for u in every])
+        pieces = [(u.b.shape[0], u.b.shape[1]) for u in every]
         out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces, bases.get(canonical))
     return Adapter(name, file.digest(), ops.pack_adapter(out))
 
@@ -163,7 +156,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
     if skipped:
         log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
     _check_complete(folder, settings, updates, sources)
-    return LoraFile(str(folder), updates)
+    return LoraFile(updates)
 
 
 def _check_settings(where: Path, settings: ForeignDict) -> None:
@@ -232,7 +225,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
             attn = config.layers[int(source.split(".")[2])].attn
             b = b[torch.from_numpy(unpermute(attn.heads if projection == "q_proj" else attn.kv_heads, b.shape[0]))]
         updates[source] = LoraUpdate(a, b, alpha / a.shape[0])
-    return LoraFile(str(path), updates)
+    return LoraFile(updates)
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..models.block_config import is_block
-from ..models.config import ASSISTANT_TYPES, OWN_DRAFTER_TYPES, ForeignDict, ModelConfig, supported, text_part
+from ..models.config import ForeignDict, ModelConfig, text_part
 from ..models.names import UNUSED, block_name
 from ..types import OutriderError, TextFiles, bad_input, require
 from . import gguf, gguf_config, gguf_text, safetensors
@@ -57,13 +57,6 @@ def from_folder(path: Path, name: str) -> Files:
 def from_gguf(path: Path, name: str) -> Files:
     opened = gguf.read(path)
     return Files(name, path, gguf_config.hf_config(opened), opened)
-
-
-def check_supported(files: Files) -> None:
-    """Raises an error if the configuration is of no supported model or drafter."""
-    kind = files.config.get("model_type")
-    if kind not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES):
-        supported(kind)
 
 
 def same_tokens(a: Files, b: Files) -> bool:

@@ -56,7 +56,6 @@ TOP = {
 }
 BLOCKS = ("dflash", "eagle3")
 ORDERING = "masked_embedding.token_ordering"
-TOP_WHOLE = {"mtp.token_ordering.weight": ORDERING, "masked_embd_ordering": ORDERING}
 LAYER = {
     "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -67,7 +66,9 @@ LAYER = {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "ffn_gate_inp": "router.proj",
     "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
 }  # fmt: skip
-LAYER_WHOLE = {
+WHOLE = {  # names with another ending
+    "mtp.token_ordering.weight": ORDERING,
+    "masked_embd_ordering": ORDERING,
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
@@ -78,19 +79,15 @@ LAYER_WHOLE = {
 
 def hf_name(name: str, arch: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
+    prefix, stems, rest = "", TOP, name
     if name.startswith("blk."):
         _, index, rest = (name.split(".", 2) + ["", ""])[:3]
-        if rest in LAYER_WHOLE:
-            return f"model.layers.{index}.{LAYER_WHOLE[rest]}"
-        stem, _, tail = rest.rpartition(".")
-        if stem == "ffn_norm":
-            norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
-            return f"model.layers.{index}.{norm}.{tail}"
-        return f"model.layers.{index}.{LAYER[stem]}.{tail}" if stem in LAYER else name
-    if name in TOP_WHOLE:
-        return TOP_WHOLE[name]
-    stem, _, tail = name.rpartition(".")
-    return f"{TOP[stem]}.{tail}" if stem in TOP else name
+        norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
+        prefix, stems = f"model.layers.{index}.", LAYER | {"ffn_norm": norm}
+    stem, _, tail = rest.rpartition(".")
+    if rest in WHOLE:
+        return prefix + WHOLE[rest]
+    return f"{prefix}{stems[stem]}.{tail}" if stem in stems else name
 
 
 def unpermute(heads: int, rows: int) -> np.ndarray:

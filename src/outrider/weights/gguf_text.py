@@ -136,10 +136,23 @@ def _bpe(
 
 
 def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tuple[str, str]]:
+    """Every way to make a piece out of two pieces; the best-scored piece first, as SentencePiece merges."""
     scores = file.meta.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise OutriderError(f"{file.path}: tokenizer.ggml.scores does not match its {len(tokens)} tokens")
-    return _merges({t: i for i, t in enumerate(tokens) if types[i] in (NORMAL, USER, UNUSED)}, scores)
+    vocab = {t: i for i, t in enumerate(tokens) if types[i] in (NORMAL, USER, UNUSED)}
+    found = []
+    for piece, index in vocab.items():
+        score = -float(scores[index])
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            a = vocab.get(left)
+            if a is not None:
+                b = vocab.get(right)
+                if b is not None:
+                    found.append((score, a, b, left, right))
+    found.sort()
+    return [(left, right) for _, _, _, left, right in found]
 
 
 def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Tokenizer:
@@ -156,19 +169,3 @@ def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]],
     first = decoders.Replace("▁", " ")
     tokenizer.decoder = decoders.Sequence([first, decoders.ByteFallback(), decoders.Fuse(), *ends])
     return tokenizer
-
-
-def _merges(vocab: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
-    """Every way to make a piece out of two pieces; the best-scored piece first, as SentencePiece merges."""
-    found = []
-    for piece, index in vocab.items():
-        score = -float(scores[index])
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            a = vocab.get(left)
-            if a is not None:
-                b = vocab.get(right)
-                if b is not None:
-                    found.append((score, a, b, left, right))
-    found.sort()
-    return [(left, right) for _, _, _, left, right in found]

@@ -21,10 +21,11 @@ from typing import Literal
 
 from ..config import model_of
 from ..models.builtin_configs import BUILTIN_CONFIGS
+from ..models.config import ASSISTANT_TYPES, OWN_DRAFTER_TYPES, supported
 from ..ops.cpu.build import cache_path
 from ..types import OutriderError, bad_input
 from . import repos
-from .files import Files, check_supported, fingerprint, from_folder, from_gguf
+from .files import Files, fingerprint, from_folder, from_gguf
 from .safetensors import read_json
 
 Kind = Literal["model", "drafter"]
@@ -159,7 +160,8 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
     files = from_folder(folder, name)
     if not weights:
         return files
-    check_supported(files)
+    if (model_type := files.config.get("model_type")) not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES):
+        supported(model_type)
     folder = snapshot(repo, [*SETTINGS, "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
         with contextlib.suppress(OutriderError):  # none either: opening the weights reports what is missing

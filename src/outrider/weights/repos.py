@@ -59,8 +59,7 @@ def is_model(name: str | Path) -> bool:
 
 
 def companion(model: Path, kind: str) -> Path | None:
-    """The `drafter` or `mmproj` that lies next to a GGUF model: by the model's name, or the only one next to the
-    folder's only model; of several quantisations the model's own."""
+    """The `drafter` or `mmproj` next to a GGUF model: by its name, or the only one next to the folder's only model."""
     test = is_drafter if kind == "drafter" else is_mmproj
     if test(model):
         return None

@@ -152,17 +152,15 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
     boi, image, eoi = (known.get(token, len(known) + (1 << 30)) for token in spelled)
     patch, positions = mmproj_shape(file, "v.patch_embd.weight"), mmproj_shape(file, "v.position_embd.weight")
     layers = sum(name.endswith(".ln1.weight") for name in file.tensors)
-    heads, eps = (
-        mmproj_number(file, "attention.head_count", 1.0),
-        mmproj_number(file, "attention.layer_norm_epsilon", 1e-6),
-    )
+    heads = mmproj_number(file, "attention.head_count", 1.0)
+    eps = mmproj_number(file, "attention.layer_norm_epsilon", 1e-6)
     vision: ForeignDict = {"hidden_size": patch[0], "num_hidden_layers": layers, "num_attention_heads": int(heads)}
     ids = {"boi_token_id": boi, "image_token_id": image, "eoi_token_id": eoi}
     if kind == "gemma3":
         across, scale = isqrt(positions[0]), int(mmproj_number(file, "projector.scale_factor", 4))
-        wide = max(mmproj_shape(file, "v.blk.0.ffn_up.weight"))
+        wide = mmproj_shape(file, "v.blk.0.ffn_up.weight")  # its rows or its columns: older files have them swapped
         vision |= {"image_size": across * patch[-1], "patch_size": patch[-1], "layer_norm_eps": eps}
-        vision |= {"intermediate_size": wide if wide != patch[0] else min(mmproj_shape(file, "v.blk.0.ffn_up.weight"))}
+        vision |= {"intermediate_size": next((n for n in wide if n != patch[0]), patch[0])}
         indices = {key.replace("_id", "_index"): value for key, value in ids.items()}
         found = {"model_type": "gemma3", "text_config": dict(text), "vision_config": vision, **indices}
         return found | {"mm_tokens_per_image": (across // max(1, scale)) ** 2}
