@@ -73,8 +73,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MoeResidual:
-    """What follows the experts and the dense MLP next to them: a norm of each, and the residual step of their sum, as
-    in `residual_norm`."""
+    """What follows experts and dense MLP: a norm of each, and the residual step of their sum (`residual_norm`)."""
 
     dense_norm: Tensor
     routed_norm: Tensor
@@ -144,8 +143,7 @@ class Capabilities:
         return next((size for size in self.graph_batches if size >= batch), batch)
 
     def widest(self, batch: int, graphs: bool) -> int:
-        """Maximum drafted tokens per sequence in a step with this number of sequences, such that its rows stay
-        independent (and it fits a graph)."""
+        """Maximum K of a step with this number of sequences, so that its rows stay independent (and fit a graph)."""
         rows = self.independent_rows or EVERY_ROW
         if not graphs:
             return rows // batch - 1

@@ -204,8 +204,7 @@ class ReferenceOps(TreeOps):
     def per_layer_inputs(
         self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
     ) -> Tensor:
-        """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own
-        part added."""
+        """ids [R]; projected [R, L·ple] of the embeddings; w [ple] -> [L, R, ple], with the tokens' own part."""
         shape = (ids.shape[0], -1, w.shape[0])
         token = self.embed(ids, table, w.shape[0] ** 0.5).view(shape)
         context = self.rms_norm((projected * scale).view(shape), w, eps)
@@ -278,8 +277,7 @@ class ReferenceOps(TreeOps):
         return rotate(x, cos, sin)
 
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
-        """qkv [R, spec.qkv_rows]: norm and rotate q and k, norm v, write k and v at the rows' positions; returns q
-        [R, heads·D]."""
+        """qkv [R, spec.qkv_rows] -> q [R, heads·D]: norm and rotate q and k, norm v, write k and v."""
         rows, dim, (q_norm, k_norm) = qkv.shape[0], spec.head_dim, norms
         q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
         q = self.rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
@@ -315,8 +313,7 @@ class ReferenceOps(TreeOps):
     def rotate_heads(
         self, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """For a vision tower, qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v -> [P, heads, D]
-        each."""
+        """Of a vision tower's qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v; [P, heads, D] each."""
         q, k, v = qkv.unflatten(-1, (-1, norms[0].shape[0])).split((heads[0], heads[1], heads[1]), 1)
         q, k = (rotate(self.rms_norm(t, w, eps), *angles) for t, w in zip((q, k), norms))
         return q, k, self.rms_norm(v, None, eps)
@@ -400,8 +397,7 @@ class ReferenceOps(TreeOps):
         return mixed.transpose(1, 2).reshape(size * slots, -1)
 
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
-        """Each row by itself over the keys of its own path in the order of positions, as if it were decoded
-        plainly."""
+        """Each row by itself over the keys of its own path in the order of positions, as in plain decoding."""
         assert kv.ancestors is not None
         base, paths, positions = int(kv.positions[lo]), kv.ancestors[lo:hi].tolist(), kv.positions[lo:hi].tolist()
         k, v = self.gather_kv(b, base + hi - lo, spec, kv)
@@ -431,8 +427,7 @@ class ReferenceOps(TreeOps):
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts next to
-        the dense MLP of the same layer."""
+        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe)."""
         dense = self.linear(self.gated_linear(h, layer.mlp[0], layer.experts.act), layer.mlp[1])
         return self.moe_next_to(dense, router_in, x, stream, layer)
 
@@ -449,9 +444,8 @@ class ReferenceOps(TreeOps):
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows
-        in cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top],
-        logits [R, top, S] float32."""
+        """Scores of the best clusters' tokens. g [R, h]; centroids [C, h]; rows [C, S, h], the head's by cluster;
+        cluster_bonus float32 [R, C], added to the clusters' scores -> ids [R, top], logits float32 [R, top, S]."""
         score = self.linear(g, centroids).float()
         best = (score if cluster_bonus is None else score + cluster_bonus).topk(top, dim=-1).indices
         return best, torch.einsum("rtsh,rh->rts", as_tensor(rows)[best].float(), g.float())
@@ -459,10 +453,8 @@ class ReferenceOps(TreeOps):
     def cluster_bonus(
         self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
     ) -> Tensor:
-        """The bonus of each cluster when sampling: temperature times the largest noise of its tokens, 0 where greedy.
-        The noise of a draft is known before anything is scored, so the clusters with a large noise are known in
-        advance. tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled
-        bool [R] -> float32 [R, C]."""
+        """The bonus of each cluster, float32 [R, C]: temperature [R] times the largest noise of its tokens [C, S], 0
+        where greedy. The noise of a draft is known before anything is scored."""
         luck = gumbel(seed[:, None, None], position[:, None, None], tokens).amax(-1)
         return torch.where(sampled[:, None], temperature[:, None] * luck, 0.0)
 
@@ -473,13 +465,10 @@ class ReferenceOps(TreeOps):
     def gumbel_argmax(
         self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
     ) -> Tensor:
-        """argmax over the last axis of z + gumbel(seed, position, token) where `sampled`, else of z.
-
-        z [R, N] float32, already divided by the temperature; seed, position int64 [R]; sampled bool [R]; tokens [R,
-        N] are the token ids of the columns (None: 0..N-1)."""
-        noise = gumbel(
-            seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens
-        )
+        """argmax of each row of z + gumbel(seed, position, token) where `sampled` [R], else of z: float32 [R, N],
+        already divided by the temperature; seed, position int64 [R]; tokens [R, N]: of the columns (None: 0..N-1)."""
+        tokens = torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens
+        noise = gumbel(seed[:, None], position[:, None], tokens)
         return torch.where(sampled[:, None], z + noise, z).argmax(-1)
 
     def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor | None:

@@ -23,8 +23,7 @@ BRANCH = 4  # tokens after each
 
 
 def max_nodes(depth: int) -> int:
-    """The number of nodes that a tree of this depth finds: BRANCH after the newest token, then after each of the WIDTH
-    likeliest."""
+    """Nodes of a tree of this depth: BRANCH after the newest token, then after each of the WIDTH likeliest."""
     found, front = 0, 1
     for _ in range(depth):
         found, front = found + BRANCH * front, min(WIDTH, BRANCH * front)
@@ -33,8 +32,7 @@ def max_nodes(depth: int) -> int:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes found so far: M tokens of each sequence, equally many on every level, level by level; siblings are
-    adjacent."""
+    """The nodes found so far: M tokens of each sequence, equally many on every level; siblings are adjacent."""
 
     tokens: Tensor  # int64 [B, M]
     parents: Tensor  # int64 [B, M] the node each follows; -1: the newest token
@@ -71,8 +69,7 @@ class Frontier:
 
 @dataclass(frozen=True)
 class TreeRows:
-    """The rows of B drafts (types.DraftTree) in a verify pass, sequence by sequence: each one's newest token, then its
-    drafted ones."""
+    """The rows of B drafts (types.DraftTree) in a verify pass: each newest token, then those drafted."""
 
     tokens: Tensor  # int64 [B, N] the drafted ones
     depth: Tensor  # int64 [R] 0: the newest token
@@ -151,8 +148,7 @@ class TreeOps:
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
-        """The `count` likeliest nodes: a parent is never less likely than its child, and comes before it, so it is
-        among them."""
+        """The `count` likeliest nodes, with their parents, which are no less likely and come before them."""
         batch, found = nodes.tokens.shape
         device, rows = nodes.tokens.device, count + 1
         kept = nodes.chance.sort(dim=1, descending=True, stable=True).indices[:, :count]
@@ -209,8 +205,7 @@ class TreeOps:
             self.move_kv(seq, source.reshape(-1), target.reshape(-1), spec, kv)
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
-        """Keys and values at `source` [M] of the sequences `seq` [M] (rows of the tables) to `target` [M]; all are read
-        first."""
+        """Keys and values at `source` [M] of the table rows `seq` [M] to `target` [M]; all are read first."""
         keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         page, into = (kv.tables[spec.group][seq, at // kv.page_size].long() for at in (source, target))
