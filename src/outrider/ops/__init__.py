@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,10 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
     wanted = plain if name != "auto" else {"cpu": "cpu", "cuda": "triton"}.get(kind, "reference")
     try:
         if wanted == "cpu":
-            if kind != "cpu":
-                raise OutriderError(f"--ops cpu runs on the CPU, not on {kind}")
+            require(kind == "cpu", f"--ops cpu runs on the CPU, not on {kind}")
             from .cpu.ops import CpuOps, default_threads
 
-            if threads is not None and threads < 1:
-                raise OutriderError(f"--threads must be at least 1, got {threads}")
+            require(threads is None or threads >= 1, f"--threads must be at least 1, got {threads}")
             cores = default_threads()
             if threads is not None and threads > cores:
                 log.warning("--threads %d is more than the %d cores this process may use", threads, cores)
@@ -65,8 +63,7 @@ def place(name: str | None) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     # torch supports more of them (mps, xpu, ...), for which there are no kernels here
-    if device.type not in ("cpu", "cuda"):
-        raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N")
+    require(device.type in ("cpu", "cuda"), f"unknown device {name!r}; known: cpu, cuda, cuda:N")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         have = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
         seen = f"torch {torch.__version__} sees no such GPU here ({have})"

@@ -60,11 +60,11 @@ class AdapterSlots:
     def reserve(self, adapter: Adapter) -> None:
         """Reserve space for its weights and ranks."""
         for name, part in adapter.parts.items():
-            widest, known = max(r for _, r in part.pieces), self.weights.get(name)
-            rank = max(RANK_STEP, 1 << (widest - 1).bit_length())
-            if known is None or known.a.shape[2] < rank:
+            known = self.weights.get(name) or self._empty(part)
+            rank = max(RANK_STEP, 1 << (max(r for _, r in part.pieces) - 1).bit_length())
+            if known.a.shape[2] < rank:
                 try:
-                    self.weights[name] = self._room(part, known, rank)
+                    self.weights[name] = self._grown(known, rank)
                 except torch.OutOfMemoryError:
                     raise OutriderError(
                         f"adapter {adapter.name!r} does not fit: {self.count} slots of rank {rank} take more memory "
@@ -95,13 +95,11 @@ class AdapterSlots:
         self.weights = {name: self._grown(known, known.a.shape[2]) for name, known in self.weights.items()}
         return len(self._slots)
 
-    def _room(self, part: LowRank, known: SlotWeight | None, rank: int) -> SlotWeight:
-        if known is not None:
-            return self._grown(known, rank)
-        rows, columns = tuple(rows for rows, _ in part.pieces), part.a.shape[1]
-        zeros = lambda *shape, dtype=self.dtype: torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
-        scale = zeros(self.count, len(rows), dtype=torch.float32)
-        return SlotWeight(zeros(self.count, len(rows), rank, columns), zeros(self.count, sum(rows), rank), scale, rows)
+    def _empty(self, part: LowRank) -> SlotWeight:
+        """Without a slot, of rank 0."""
+        rows, like = tuple(rows for rows, _ in part.pieces), torch.empty(0, dtype=self.dtype, device=self.device)
+        a, b = like.view(0, len(rows), 0, part.a.shape[1]), like.view(0, sum(rows), 0)
+        return SlotWeight(a, b, like.float().view(0, len(rows)), rows)
 
     def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
         """The same with more slots or a larger rank."""

@@ -148,13 +148,7 @@ class ReferenceOps(TreeOps):
         return None
 
     def host_cycle(
-        self,
-        model: object,
-        drafter: object | None,
-        cache: KVPages,
-        features: Tensor,
-        taps: tuple[int, ...],
-        block: BlockCall | None = None,
+        self, model: object, drafter: object, cache: KVPages, features: Tensor, taps: Sequence[int], block: object
     ) -> CpuCycle | None:
         """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are updated. block: that of a drafter that
         reads all rows. None: not supported."""
@@ -282,13 +276,7 @@ class ReferenceOps(TreeOps):
         q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
         q = self.rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
         if spec.writes:
-            raw_k = qkv[:, spec.heads * dim : (spec.heads + spec.kv_heads) * dim].view(rows, spec.kv_heads, dim)
-            raw_v = (
-                raw_k if spec.k_eq_v else qkv[:, (spec.heads + spec.kv_heads) * dim :].view(rows, spec.kv_heads, dim)
-            )
-            k = self.rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), *angles)
-            v = self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
-            self.write_kv(k, v, spec, kv)
+            self.write_kv(*self.keys_values(qkv[:, spec.heads * dim :], angles, k_norm, spec), spec, kv)
         return q.reshape(rows, spec.heads * dim)
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
@@ -352,19 +340,18 @@ class ReferenceOps(TreeOps):
         the window bounds only those before it."""
         return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
 
-    def block_kv(self, made: Tensor, angles: Angles, attn: BlockAttn) -> tuple[Tensor, Tensor]:
+    def keys_values(self, made: Tensor, angles: Angles, k_norm: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """K and V [R, kv_heads, D] of their product made [R, ·]: k and then v, unless v is the raw k."""
-        spec = attn.spec
         parts = made.view(made.shape[0], -1, spec.head_dim)
         raw_k, raw_v = parts[:, : spec.kv_heads], parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
-        k = raw_k if attn.k_norm is None else self.rms_norm(raw_k, attn.k_norm, spec.eps)
+        k = raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps)
         return self.rotate(k, *angles), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-        """A block drafter's K/V of committed positions, from their product (see `block_kv`), at the rows' positions."""
+        """A block drafter's K/V of committed positions, from their product (`keys_values`), at the rows' positions."""
         keys, values = kv.keys[attn.spec.kv_layer], kv.values[attn.spec.kv_layer]
         assert keys is not None and values is not None
-        k, v = self.block_kv(made, angles, attn)
+        k, v = self.keys_values(made, angles, attn.k_norm, attn.spec)
         page = kv.tables[attn.spec.group][kv.row_seq, kv.positions // kv.page_size].long()
         slot = kv.positions % kv.page_size
         keys[page, :, slot], values[page, :, slot] = encoded(k, keys), encoded(v, values)
@@ -372,14 +359,14 @@ class ReferenceOps(TreeOps):
     def attend_block(
         self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
     ) -> Tensor:
-        """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (see `block_kv`),
+        """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (see `keys_values`),
         before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `own`; each row
         sees the positions of `kv` before its block and the rows of `own` so far, as `attn` says -> [B·S, heads·D]."""
         spec, (size, kv_heads, _, dim) = attn.spec, own.keys.shape
         slots = q.shape[0] // size
         end, q = first + slots, q.view(-1, spec.heads, dim)
         q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), *angles)
-        for to, rows in zip((own.keys, own.values), self.block_kv(made, angles, attn), strict=True):
+        for to, rows in zip((own.keys, own.values), self.keys_values(made, angles, attn.k_norm, spec), strict=True):
             to[:, :, first:end] = rows.view(size, slots, kv_heads, dim).transpose(1, 2)
         keys, values, places = block_context(attn, kv, own.end)
         keys = torch.cat((keys.to(q.dtype), own.keys[:, :, :end]), 2)

@@ -104,7 +104,8 @@ class GroupedBlock(BlockNet):
 
     def project(self, layer: DraftLayer, x: Tensor, angles: Rotations) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
-        return self.ops.block_kv(self.ops.linear(x, layer.kv, layer.kv_bias), angles[layer.rope], layer.attn)
+        made, attn = self.ops.linear(x, layer.kv, layer.kv_bias), layer.attn
+        return self.ops.keys_values(made, angles[layer.rope], attn.k_norm, attn.spec)
 
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
         return BlockRows(like, like, end)  # gradients flow through `past` instead

@@ -123,8 +123,7 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
     wrong = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
     with bad_input(wrong, lambda error: f"{path}: its settings make no sense ({str(error)[:80]})"):
         file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)
-    if not file.updates:
-        raise OutriderError(f"{path} changes nothing: it holds no LoRA matrices of the text model")
+    require(bool(file.updates), f"{path} changes nothing: it holds no LoRA matrices of the text model")
     return file
 
 
@@ -288,8 +287,7 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
         raise OutriderError(f"{out} exists and is not an empty folder: name a new one")
     file = read_adapter(adapter, model_config(files))
     shards, left = shard_names(files.path) or [], set(file.updates)
-    if not shards:
-        raise OutriderError(f"{files.path} holds no safetensors file: there are no weights to merge into")
+    require(bool(shards), f"{files.path} holds no safetensors file: there are no weights to merge into")
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(files.path.iterdir()):

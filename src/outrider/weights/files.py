@@ -89,8 +89,7 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
 
 def model_config(files: Files) -> ModelConfig:
     """Of a model to run. An EAGLE-3 drafter says that it is a Llama."""
-    if is_block(files.config):
-        raise OutriderError(f"{files.name} is a drafter, not a target: pass it with --drafter")
+    require(not is_block(files.config), f"{files.name} is a drafter, not a target: pass it with --drafter")
     return translate(ModelConfig.from_hf, files)
 
 

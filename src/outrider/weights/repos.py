@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 
-from ..types import OutriderError
+from ..types import OutriderError, require
 
 HOSTS = re.compile(r"(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/")
 # an id as the hub accepts it: neither `--` nor `..`, no dash or dot at the ends
@@ -74,8 +74,7 @@ def companion(model: Path, kind: str) -> Path | None:
 def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = False) -> str:
     every = sorted(name for name in names if name.lower().endswith(".gguf") and not is_mmproj(name))
     files = [name for name in every if is_drafter(name) == drafter] or every
-    if not files:
-        raise OutriderError(f"{repo} holds no GGUF model")
+    require(bool(files), f"{repo} holds no GGUF model")
     by_quant = {quantisation(name) or stem(Path(name).name): name for name in reversed(files)}  # of parts the first
     usual = USUAL if USUAL in by_quant or len(by_quant) > 1 else next(iter(by_quant))
     wanted = usual if quant is None else quant

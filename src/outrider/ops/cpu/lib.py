@@ -7,6 +7,7 @@ import operator
 import re
 from ctypes import Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -89,18 +90,17 @@ def declare(lib: ctypes.CDLL) -> None:
             function.errcheck = out_of_memory
 
 
+DAMAGED = "file too short", "invalid ELF header", "file data overread", "cannot read file data"
+
+
 def load(isa: str | None = None) -> ctypes.CDLL:
     """The library, built if necessary. ctypes releases the GIL during a call."""
     path = shared_object(isa)
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        damaged = any(
-            words in str(error)
-            for words in ("file too short", "invalid ELF header", "file data overread", "cannot read file data")
-        )
-        # e.g. mounted noexec: building it again would not help
-        if path.is_relative_to(SHIPPED) or not damaged:
+        # otherwise, e.g. mounted noexec, building it again would not help
+        if path.is_relative_to(SHIPPED) or not any(words in str(error) for words in DAMAGED):
             raise
         path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))
@@ -114,6 +114,7 @@ def floats(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
+@lru_cache(256)
 def c_spec(spec: AttnSpec) -> Structure:
     assert spec.head_dim <= 1024 and spec.heads // spec.kv_heads <= 32, "beyond the kernels' buffers"
     named = {name: getattr(spec, name) for name in ("heads", "kv_heads", "kv_layer", "writes", "k_eq_v", "norm_v")}
@@ -123,7 +124,8 @@ def c_spec(spec: AttnSpec) -> Structure:
 
 def c_block_spec(attn: BlockAttn) -> Structure:
     """The store's window decides the pages; a row sees back as far as the narrower of that and the layer's own."""
-    c, windows = c_spec(attn.spec), [w for w in (attn.spec.window, attn.window) if w is not None]
+    windows = [w for w in (attn.spec.window, attn.window) if w is not None]
+    c = CSpec.from_buffer_copy(c_spec(attn.spec))
     c.window, c.bidirectional = min(windows, default=0), not attn.causal
     return c
 

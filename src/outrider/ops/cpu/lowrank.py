@@ -69,10 +69,6 @@ def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
     return out
 
 
-def packed(part: LowRank) -> bool:
-    return isinstance(part.a, PackedWeight)
-
-
 def c_lowrank(part: LowRank) -> Structure:
     assert isinstance(part.a, PackedWeight)
     c, group, first, offset = CLowRank(part.a.c, at(as_tensor(part.b))), 0, 0, 0
@@ -89,9 +85,9 @@ def c_lowrank(part: LowRank) -> Structure:
 def table(adapter: Adapter, layers: int) -> Array[Structure] | None:
     """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
     names = [f"layers.{i}.{name}" for i in range(layers) for name in NAMES] + ["ple_proj"]
-    if not set(adapter.parts) <= set(names) or not all(packed(part) for part in adapter.parts.values()):
-        return None
     found = [adapter.parts.get(name) for name in names]
+    if sum(part is not None and isinstance(part.a, PackedWeight) for part in found) < len(adapter.parts):
+        return None
     made = (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
     changed = [(c, part.a) for c, part in zip(made, found) if part is not None]
     for (c, _), (after, a) in pairwise(changed):

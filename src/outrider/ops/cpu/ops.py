@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError
-from ..backend import EVERY_ROW, Angles, BlockCall, Capabilities, ExpertWeights, HeadNorms, M
+from ...types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError, require
+from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, Weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
@@ -75,7 +75,6 @@ class CpuOps(ReferenceOps):
         self.team: int = self.lib.or_pool_new(self.threads)
         self._close = weakref.finalize(self, self.lib.or_pool_free, self.team)
         self.packer = packing.Packer(self.lib, self.team, Arena())
-        self._specs: dict[AttnSpec, Structure] = {}
         self._batch: tuple[weakref.ref[KVView], CBatchBuffers] | None = None
         self._pages: tuple[weakref.ref[Tensor], CPages] | None = None
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -83,8 +82,7 @@ class CpuOps(ReferenceOps):
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         """Half the memory traffic: float16, which the processor widens while loading, or bfloat16 if it multiplies
         pairs of them. int8: a quarter, and a scale for every row of a head."""
-        if asked == "fp8":
-            raise OutriderError("--kv-dtype fp8: the CPU's kernels keep K/V in int8, not fp8")
+        require(asked != "fp8", "--kv-dtype fp8: the CPU's kernels keep K/V in int8, not fp8")
         if asked == "int8":
             return torch.int8
         return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16
@@ -166,7 +164,7 @@ class CpuOps(ReferenceOps):
         return lowrank.side_by_side(parts)
 
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
-        if not lowrank.packed(part):
+        if not isinstance(part.a, PackedWeight):
             return super().add_lowrank(y, x, part, rows)
         own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
         self.lib.or_lowrank(self.team, lowrank.c_lowrank(part), own, out.shape[0], out.shape[1] // LANES, out)
@@ -239,13 +237,7 @@ class CpuOps(ReferenceOps):
         return cast(M, CompiledModel(model.model, model.stack, adapters, counts))
 
     def host_cycle(
-        self,
-        model: object,
-        drafter: object | None,
-        cache: KVPages,
-        features: Tensor,
-        taps: tuple[int, ...],
-        block: BlockCall | None = None,
+        self, model: object, drafter: object, cache: KVPages, features: Tensor, taps: Sequence[int], block: object
     ) -> CpuCycle | None:
         """For a compiled model; an MTP drafter that was not compiled is left out."""
         self.pages(cache)  # refuses K/V that the kernels do not read, before the first request
@@ -267,13 +259,13 @@ class CpuOps(ReferenceOps):
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
-        self.lib.or_rope_write(self.team, self.c_spec(spec), self.batch(kv), qkv, *angles, *norms)
+        self.lib.or_rope_write(self.team, c_spec(spec), self.batch(kv), qkv, *angles, *norms)
         return qkv[:, : spec.heads * spec.head_dim]
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         q = q if q.dtype == torch.float32 and q.stride(-1) == 1 else floats(q)
         out = torch.empty((q.shape[0], spec.heads * spec.head_dim))
-        self.lib.or_attend(self.team, self.c_spec(spec), self.batch(kv), q, q.stride(0), out)
+        self.lib.or_attend(self.team, c_spec(spec), self.batch(kv), q, q.stride(0), out)
         return out
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
@@ -309,13 +301,7 @@ class CpuOps(ReferenceOps):
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """As the reference, one after another: a position must be read before it is overwritten."""
         moves = [t.contiguous() for t in (seq, source, target)]
-        self.lib.or_move_kv(self.c_spec(spec), self.batch(kv), *moves, seq.shape[0])
-
-    def c_spec(self, spec: AttnSpec) -> Structure:
-        c = self._specs.get(spec)
-        if c is None:
-            c = self._specs[spec] = c_spec(spec)
-        return c
+        self.lib.or_move_kv(c_spec(spec), self.batch(kv), *moves, seq.shape[0])
 
     def batch(self, kv: KVView) -> Structure:
         """The view's pointers, cached: every layer of a pass uses the same view."""

@@ -16,7 +16,6 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from ...types import OutriderError
 from ..backend import ExpertWeights
 from ..formats import DeviceWeight, Weight, dense
 from ..formats.blocks import made
@@ -181,8 +180,7 @@ def c_weight(w: DeviceWeight) -> Structure:
     if isinstance(w, PackedWeight):
         return w.c
     dense = as_tensor(w)
-    if not dense.is_contiguous():
-        raise OutriderError("a dense weight must be contiguous: pass it through prepare()")
+    assert dense.is_contiguous(), "a dense weight must be contiguous: pass it through prepare()"
     return dense_weight(dense)
 
 

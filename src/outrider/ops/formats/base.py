@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...types import OutriderError
+from ...types import OutriderError, require
 
 
 class Packed(Protocol):
@@ -155,14 +155,12 @@ class Weight:
         """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""
         rows, columns, named = self.shape[:-1], self.shape[-1], self.format.name
         for name, unit in self.format.units.items():
-            if name not in self.tensors:
-                raise OutriderError(f"{where}: its {name} is missing ({named})")
+            require(name in self.tensors, f"{where}: its {name} is missing ({named})")
             if unit.columns and columns % unit.columns:
                 raise OutriderError(f"{where}: rows of {columns} are no whole groups of {unit.columns} ({named})")
             want = ((unit.width(columns),) if unit.shared else (*rows, unit.width(columns))) if rows else ()
             got = tuple(self.tensors[name].shape)
-            if got != want:
-                raise OutriderError(f"{where}: its {name} has shape {list(got)}, {named} asks for {list(want)}")
+            require(got == want, f"{where}: its {name} has shape {list(got)}, {named} asks for {list(want)}")
         return self
 
 
@@ -171,11 +169,8 @@ def join(parts: Sequence[Weight]) -> Weight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any(
-        p.format != first.format or p.shape[:-2] != first.shape[:-2] or p.shape[-1] != first.shape[-1] for p in parts
-    ):
-        return None
-    if any({n: t.dtype for n, t in p.tensors.items()} != {n: t.dtype for n, t in first.tensors.items()} for p in parts):
+    kinds = [(p.format, p.shape[:-2], p.shape[-1], {n: t.dtype for n, t in p.tensors.items()}) for p in parts]
+    if any(kind != kinds[0] for kind in kinds):
         return None
     tensors: dict[str, Tensor] = {}
     for name, unit in first.format.units.items():
