@@ -61,11 +61,9 @@ def from_gguf(path: Path, name: str) -> Files:
 
 def same_tokens(a: Files, b: Files) -> bool:
     """Whether two tokenizers agree up to padding and a few added tokens, drafts of which are rejected."""
-    builders = [text_files(files).build for files in (a, b)]
-    if builders[0] is None or builders[1] is None:
-        return False
-    first, second = (build().get_vocab(with_added_tokens=True).items() for build in builders if build is not None)
-    return len(first & second) >= 0.99 * max(len(first), len(second))
+    builders = [build for files in (a, b) if (build := text_files(files).build) is not None]
+    vocabs = [build().get_vocab(with_added_tokens=True).items() for build in builders]
+    return len(vocabs) == 2 and len(vocabs[0] & vocabs[1]) >= 0.99 * max(map(len, vocabs))
 
 
 def check_draft_model(target: Files, draft: Files) -> int:

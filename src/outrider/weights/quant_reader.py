@@ -99,41 +99,31 @@ def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> Qua
     return QuantReader(name, made, ("weight_packed", "weight_scale"), read, optional)
 
 
-def awq(group: int) -> QuantReader:
+def by_columns(method: str, bits: int, group: int, less_one: bool = False, ordered: bool = False) -> QuantReader:
+    """AWQ's and GPTQ's layouts: words of rows ("awq") or of columns ("gptq"). less_one: so are its zeros stored."""
+    each, is_awq = 32 // bits, method == "awq"
+
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         rows, columns = shape
-        groups = groups_of(where, shape, group, 8, 1)
+        groups = groups_of(where, shape, group, each, 1 if is_awq else each)
 
-        def rows_of(name: str, count: int) -> Tensor:
-            words = expect(where, tensors, name, (count, rows // 8), "int32")
-            return unpack(words, 4).view(count, -1, 8)[:, :, AWQ_PLACES].reshape(count, rows).t().contiguous()
+        def words_of_rows(name: str, count: int) -> Tensor:
+            values = unpack(expect(where, tensors, name, (count, rows // each), "int32"), bits)
+            return (values.view(count, -1, 8)[:, :, AWQ_PLACES].reshape(count, rows) if is_awq else values).t()
 
-        q, zero = rows_of("qweight", columns), rows_of("qzeros", groups)
-        scale = expect(where, tensors, "scales", (groups, rows), FLOATS)
-        return integers(where, shape, 4, group, {"q": pairs(q), "scale": scale.t().contiguous(), "zero": zero}, None)
-
-    made = IntegerFormat(4, group, has_zero_point=True, scale=torch.float16)
-    return QuantReader(f"awq int4 group {group}", made, ("qweight", "qzeros", "scales"), read)
-
-
-def gptq(bits: int, group: int, second: bool, ordered: bool) -> QuantReader:
-    """second: zeros as they are (gptq_v2)."""
-
-    def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
-        (rows, columns), each = shape, 32 // bits
-        groups = groups_of(where, shape, group, each, each)
-        q = unpack(expect(where, tensors, "qweight", (columns // each, rows), "int32").t(), bits)  # [N, K]
-        zero = unpack(expect(where, tensors, "qzeros", (groups, rows // each), "int32"), bits).t().contiguous()
+        if is_awq:
+            q = words_of_rows("qweight", columns).contiguous()
+        else:
+            q = unpack(expect(where, tensors, "qweight", (columns // each, rows), "int32").t(), bits)  # [N, K]
+        zero = words_of_rows("qzeros", groups) + less_one  # 8 bits wrap; 16 is a zero that 4 bits cannot hold
         scale = expect(where, tensors, "scales", (groups, rows), FLOATS).t().contiguous()
-        if not second:  # 8 bits wrap; 16 is a zero that 4 bits cannot hold
-            zero = zero + 1
-        made = {"q": pairs(q) if bits == 4 else q.contiguous(), "scale": scale, "zero": zero}
+        made = {"q": pairs(q) if bits == 4 else q.contiguous(), "scale": scale, "zero": zero.contiguous()}
         index = expect(where, tensors, "g_idx", (columns,), "int32 int64") if "g_idx" in tensors and group else None
         return integers(where, shape, bits, group, made, index)
 
-    name = f"gptq int{bits} {f'group {group}' if group else 'channel'}"
-    made = IntegerFormat(bits, group, True, ordered, torch.float16)
-    return QuantReader(name, made, ("qweight", "qzeros", "scales"), read, ("g_idx", "bias_g_idx"))
+    name = f"{method} int{bits} {f'group {group}' if group else 'channel'}"
+    format = IntegerFormat(bits, group, True, ordered, torch.float16)
+    return QuantReader(name, format, ("qweight", "qzeros", "scales"), read, () if is_awq else ("g_idx", "bias_g_idx"))
 
 
 # ---- one scale per tensor, row or block -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from ..models.config import text_part
 from ..models.names import normalise
 from ..types import OutriderError, bad_input
-from .quant_reader import QuantReader, awq, float8, gptq, int_quantized, nvfp4, pack_quantized
+from .quant_reader import QuantReader, by_columns, float8, int_quantized, nvfp4, pack_quantized
 
 Settings = Mapping[str, object]  # a configuration's `quantization_config`
 # by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
@@ -76,7 +76,8 @@ def by_awq(settings: Settings) -> QuantScheme:
     bits, version = whole(settings, "bits", 4, "awq"), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise refused("awq", f"{bits} bits in layout {version!r} are not supported; known: 4 bits, gemm")
-    return all_but(strings(settings, "modules_to_not_convert"), awq(whole(settings, "group_size", 128, "awq")))
+    stored = by_columns("awq", 4, whole(settings, "group_size", 128, "awq"))
+    return all_but(strings(settings, "modules_to_not_convert"), stored)
 
 
 def by_fp8(settings: Settings) -> QuantScheme:
@@ -93,7 +94,8 @@ def by_gptq(settings: Settings) -> QuantScheme:
         bits, group = whole(values, "bits", 4, "gptq"), whole(values, "group_size", 128, "gptq")
         if bits not in (4, 8):
             raise refused("gptq", f"{bits} bits are not supported; known: 4, 8")
-        return gptq(bits, max(0, group), settings.get("checkpoint_format") == "gptq_v2", bool(values.get("desc_act")))
+        less_one, ordered = settings.get("checkpoint_format") != "gptq_v2", bool(values.get("desc_act"))
+        return by_columns("gptq", bits, max(0, group), less_one, ordered)
 
     usual, dense = stored(settings), strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
     special = settings.get("dynamic")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 
@@ -104,10 +104,8 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
     """The file that `repo:quant` means, fetched if necessary, with the drafter and mmproj that lie next to it."""
     kept = {str(p): p for p in in_cache(repo)}
     if quant is not None and kept:
-        try:
+        with suppress(OutriderError):  # another quantisation: the hub may have this one
             return kept[choose(kept, repo, quant, drafter)]
-        except OutriderError:
-            pass  # another quantisation: the hub may have this one
     if not fetch:
         if kept and quant is None:
             return kept[choose(kept, repo, quant, drafter)]

@@ -85,11 +85,9 @@ class HugePageWarmer:
         for tensor in self._tensors:
             step = tensor.stride(0) * tensor.element_size()
             lo, hi = tensor.data_ptr() + first * step, tensor.data_ptr() + end * step
-            lo -= lo % mmap.PAGESIZE
-            while lo < hi:
-                if populate(lo, min(HUGE, hi - lo)):
+            for piece in range(lo - lo % mmap.PAGESIZE, hi, HUGE):
+                if populate(piece, min(HUGE, hi - piece)):
                     return  # an older kernel: memory is allocated when needed
-                lo += HUGE
                 time.sleep(self.REST_S)
 
     def give_back(self, free: Sequence[int]) -> int:
