@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import OutriderError
@@ -104,13 +105,8 @@ class AdapterSlots:
     def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
         """The same with more slots or a larger rank."""
         more, wider = self.count - known.a.shape[0], rank - known.a.shape[2]
-        pad = torch.nn.functional.pad
-        return SlotWeight(
-            pad(known.a, (0, 0, 0, wider, 0, 0, 0, more)),
-            pad(known.b, (0, wider, 0, 0, 0, more)),
-            pad(known.scale, (0, 0, 0, more)),
-            known.rows,
-        )
+        a, b = F.pad(known.a, (0, 0, 0, wider, 0, 0, 0, more)), F.pad(known.b, (0, wider, 0, 0, 0, more))
+        return SlotWeight(a, b, F.pad(known.scale, (0, 0, 0, more)), known.rows)
 
     @torch.inference_mode()
     def _write(self, adapter: Adapter, slot: int) -> None:

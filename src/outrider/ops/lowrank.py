@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,10 +67,8 @@ def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device
         if adapter is not None and count:
             rows.setdefault(adapter, []).extend(range(start, start + count))
         start += count
-    return [
-        RowGroup(adapter, None if len(which) == start else torch.tensor(which, dtype=torch.int64, device=device))
-        for adapter, which in rows.items()
-    ]
+    as_tensor = partial(torch.tensor, dtype=torch.int64, device=device)
+    return [RowGroup(adapter, None if len(which) == start else as_tensor(which)) for adapter, which in rows.items()]
 
 
 class AdaptedOps:

@@ -294,9 +294,8 @@ class ReferenceOps(TreeOps):
         keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         pages = kv.tables[spec.group][seq, : -(-count // kv.page_size)].long()
-        k = keys[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]
-        v = values[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]
-        return k, v
+        rows = lambda t: t[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]  # noqa: E731
+        return rows(keys), rows(values)
 
     def rotate_heads(
         self, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
@@ -390,9 +389,8 @@ class ReferenceOps(TreeOps):
         k, v = self.gather_kv(b, base + hi - lo, spec, kv)
         for i, (path, position) in enumerate(zip(paths, positions)):
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            at = torch.tensor(
-                [p if p < base else base + path[p - base] for p in range(first, position + 1)], device=q.device
-            )
+            slots = [p if p < base else base + path[p - base] for p in range(first, position + 1)]
+            at = torch.tensor(slots, device=q.device)
             qs = q[lo + i].view(spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
             weights = (torch.einsum("gqd,gnd->gqn", qs.float(), k[:, at].float()) * spec.scale).softmax(-1)
             out[lo + i] = torch.einsum("gqn,gnd->gqd", weights, v[:, at].float()).reshape(-1).to(q.dtype)

@@ -1,5 +1,4 @@
-"""Draft trees on the device: built, cut to size, verified and compacted by ops on tensors of fixed shapes, without a
-host sync.
+"""Draft trees on the device: built, cut, verified and compacted on tensors of fixed shapes, without a host sync.
 
 Captured steps use them (engine.decode). Every op is defined here in plain torch; a backend may run each as one kernel.
 A draft cannot change the output, so `branch` and `build_fixed_tree` need not agree between backends bit for bit;
@@ -41,11 +40,8 @@ class Nodes:
 
     @staticmethod
     def of(batch: int, depth: int, device: torch.device, width: int = WIDTH) -> Nodes:
-        shape = (batch, depth * width * BRANCH)
-        tokens, parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-        return Nodes(
-            tokens, parents, torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)
-        )
+        empty = partial(torch.empty, (batch, depth * width * BRANCH), device=device)
+        return Nodes(empty(dtype=torch.int64), empty(dtype=torch.int64), empty(), empty(dtype=torch.int32))
 
 
 @dataclass(frozen=True)
@@ -124,13 +120,8 @@ class TreeOps:
         nodes.parents[:, here] = front.node.repeat_interleave(BRANCH, 1)
         pick = chance.sort(dim=1, descending=True, stable=True).indices[:, :WIDTH]
         rows = torch.arange(batch, device=z.device)[:, None] * WIDTH + pick // BRANCH
-        return Frontier(
-            tokens.gather(1, pick).flatten(),
-            rows.flatten(),
-            first + pick,
-            chance.gather(1, pick),
-            chain.gather(1, pick),
-        )
+        picked, chance, chain = (t.gather(1, pick) for t in (tokens, chance, chain))
+        return Frontier(picked.flatten(), rows.flatten(), first + pick, chance, chain)
 
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
         """The nodes of a chain that was drafted in one call, and the runner-ups of each of its tokens, which are

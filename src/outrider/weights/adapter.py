@@ -116,9 +116,8 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
     if not os.path.exists(path):
         named = repos.parse(str(name))
         if named is None or named[1] is not None:
-            raise OutriderError(
-                f"adapter {str(name)!r:.120} does not exist: give a PEFT folder, a .gguf file or hub id"
-            )
+            kinds = "a PEFT folder, a .gguf file or hub id"
+            raise OutriderError(f"adapter {str(name)!r:.120} does not exist: give {kinds}")
         path = hub.snapshot(named[0], ["adapter_*.json", "adapter_*.safetensors"])
     wrong = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
     with bad_input(wrong, lambda error: f"{path}: its settings make no sense ({str(error)[:80]})"):

@@ -92,9 +92,8 @@ def model_config(files: Files) -> ModelConfig:
 
 
 def already_quantised(files: Files, how: str) -> OutriderError:
-    return OutriderError(
-        f"{files.name} is quantised already ({how}): --quantize rounds dense checkpoints; leave it out"
-    )
+    what = f"is quantised already ({how})"
+    return OutriderError(f"{files.name} {what}: --quantize rounds dense checkpoints; leave it out")
 
 
 def open_source(files: Files) -> TensorSource:

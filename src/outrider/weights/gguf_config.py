@@ -255,10 +255,8 @@ def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
     }
     if meta.get("rope.scaling.type") not in (None, "none"):
-        config["rope_scaling"] = {
-            "rope_type": str(meta.get("rope.scaling.type")),
-            "factor": meta.number("rope.scaling.factor"),
-        }
+        factor = meta.number("rope.scaling.factor")
+        config["rope_scaling"] = {"rope_type": str(meta.get("rope.scaling.type")), "factor": factor}
     if "rope_freqs.weight" in tensors:
         config["rope_scaling"] = _llama3_scaling(meta, config["rope_theta"], head_dim)
     if meta.arch == "gemma3":

@@ -78,10 +78,8 @@ def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> Qua
         *outer, rows, columns = shape
         groups = groups_of(where, shape, group, 1, 32 // bits)
         packed = expect(where, tensors, "weight_packed", (*outer, rows, columns * bits // 32), "int32")
-        made = {
-            "q": packed.contiguous().view(torch.uint8),
-            "scale": expect(where, tensors, "weight_scale", (*outer, rows, groups), FLOATS),
-        }
+        scale = expect(where, tensors, "weight_scale", (*outer, rows, groups), FLOATS)
+        made = {"q": packed.contiguous().view(torch.uint8), "scale": scale}
         if not symmetric:
             if "weight_zero_point" not in tensors:
                 raise OutriderError(f"{where}: its weight_zero_point is missing, and the scheme is not symmetric")

@@ -145,6 +145,5 @@ def hub_errors(name: str, hint: str = "") -> Iterator[None]:
         if constants.HF_HUB_OFFLINE:
             raise OutriderError(f"{name} is not in the cache{hint}, and HF_HUB_OFFLINE is set: unset it") from None
         why = shorten(str(error.__cause__ or error), 160, placeholder=" …")
-        raise OutriderError(
-            f"cannot fetch {name} from huggingface.co and it is not in the cache{hint} (no network?): {why}"
-        ) from None
+        where = f"from huggingface.co and it is not in the cache{hint}"
+        raise OutriderError(f"cannot fetch {name} {where} (no network?): {why}") from None

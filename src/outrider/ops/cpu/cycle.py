@@ -1,9 +1,8 @@
 """A whole decode cycle of a compiled model in one call of the library (cycle.h): draft, verify, choose, accept.
 
-Between two passes over the weights every line of Python runs on cold caches. A cycle of four to seven milliseconds made
-of single tensor operations loses half a millisecond there without a draft and more than one with a draft; this call
-loses a tenth of that. It equals `engine.cycle`, bit for bit, for requests that are greedy or use
-temperature, top-k, top-p and min-p.
+Between two passes over the weights Python runs on cold caches: a cycle of single tensor operations loses half a
+millisecond without a draft and more than one with it, this call a tenth. It equals `engine.cycle`, bit for bit, for
+requests that are greedy or use temperature, top-k, top-p and min-p.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A draft model's round in one call of the library (draft_model.h): read the tokens not yet seen, then draft token by
-token.
+"""A draft model's round in one call of the library (draft_model.h): read the tokens not yet seen, then draft.
 
 Step by step in torch, a draft token costs half a millisecond on top of its four or five for the weights.
 """

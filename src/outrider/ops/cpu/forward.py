@@ -168,13 +168,8 @@ class CompiledDrafter:
         self.candidates, self.runner_ups = drafter.candidates, drafter.runner_ups
         self.shift = 2 - config.position_offset
         target = drafter.target
-        c = self.c = CDraft(
-            table=c_weight(target.table),
-            head=c_weight(drafter.head),
-            table_scale=table_scale(target.table, target.config.embed_scale),
-            unit=not config.gemma,
-            tied=config.tied_to_target,
-        )
+        c = self.c = CDraft(table=c_weight(target.table), head=c_weight(drafter.head), tied=config.tied_to_target)
+        c.table_scale, c.unit = table_scale(target.table, target.config.embed_scale), not config.gemma
         self.cluster_ids: Tensor | None = None
         if config.clusters:
             self.cluster_ids = drafter.cluster_ids.contiguous()

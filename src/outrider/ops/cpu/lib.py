@@ -166,9 +166,7 @@ class CPages:
     def __init__(self, kv: KVPages):
         held = [t for t in (*kv.keys, *kv.values) if t is not None]
         dtypes = {t.dtype for t in held}
-        assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), (
-            "keys and values must be contiguous and of one dtype"
-        )
+        assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), "keys and values of one dtype, contiguous"
         self.dtype, self.page_size = DTYPES[dtypes.pop()], kv.page_size
         count = len(kv.keys)
         self.keys = (c_void_p * count)(*map(at, kv.keys))

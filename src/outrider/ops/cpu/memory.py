@@ -40,9 +40,8 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         if self.block is None or self.at + size > self.end:
             length = -(-(size + HUGE) // BLOCK) * BLOCK
-            self.block = torch.frombuffer(
-                mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-            )
+            mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.block = torch.frombuffer(mapping, dtype=torch.uint8)
             address = self.block.data_ptr()
             self.at, self.end = -address % HUGE, length
             advise(address, length)
@@ -76,10 +75,9 @@ class HugePageWarmer:
             first, self._taken = self._taken, min(self._end, max(self._taken, row) + self._rows)
             self._there[first : self._taken] = b"\1" * (self._taken - first)
             self.bytes = self._row_bytes * sum(self._there)
+            ahead = threading.Thread(target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread available: memory is allocated when needed
-                threading.Thread(
-                    target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True
-                ).start()
+                ahead.start()
 
     def _take(self, first: int, end: int) -> None:
         for tensor in self._tensors:

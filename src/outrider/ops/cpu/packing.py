@@ -187,22 +187,13 @@ def c_weight(w: DeviceWeight) -> Structure:
 def routable(experts: ExpertWeights) -> bool:
     """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
     gate_up, down = experts.gate_up, experts.down
-    return (
-        gate_up.shape[1] % 32 == 0
-        and down.shape[1] % LANES == 0
-        and (down.shape[2] % 32 == 0 or isinstance(down, Tensor))
-    )
+    whole = down.shape[2] % 32 == 0 or isinstance(down, Tensor)
+    return whole and gate_up.shape[1] % 32 == 0 and down.shape[1] % LANES == 0
 
 
 def c_moe(experts: ExpertWeights) -> Structure:
-    return CMoe(
-        router=c_weight(experts.router),
-        gate_up=c_weight(experts.gate_up),
-        down=c_weight(experts.down),
-        expert_scale=at(experts.expert_scale),
-        experts=experts.gate_up.shape[0],
-        top=experts.top_k,
-    )
+    matrices = {name: c_weight(getattr(experts, name)) for name in ("router", "gate_up", "down")}
+    return CMoe(**matrices, expert_scale=at(experts.expert_scale), experts=experts.gate_up.shape[0], top=experts.top_k)
 
 
 def table_scale(table: DeviceWeight, scale: float) -> float:

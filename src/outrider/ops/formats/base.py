@@ -144,12 +144,9 @@ class Weight:
         if alignment == 0 or lo % alignment or hi % alignment:
             where = f"at multiples of {alignment}" if alignment else "nowhere: its columns have an order of their own"
             raise OutriderError(f"a weight in {self.format.name} cannot be cut at columns {lo} to {hi}: only {where}")
-        units = self.format.units
-        kept = {
-            n: t if units[n].columns == 0 else t[..., units[n].width(lo) : units[n].width(hi)]
-            for n, t in self.tensors.items()
-        }
-        return Weight(self.format, (*self.shape[:-1], hi - lo), kept)
+        cut = {n: unit for n, unit in self.format.units.items() if unit.columns}
+        kept = {n: self.tensors[n][..., unit.width(lo) : unit.width(hi)] for n, unit in cut.items()}
+        return Weight(self.format, (*self.shape[:-1], hi - lo), {**self.tensors, **kept})
 
     def check(self, where: str) -> Weight:
         """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""

@@ -1,5 +1,4 @@
-"""Converts grouped integers to GGUF blocks, so that the CPU kernels read compressed-tensors, AWQ and GPTQ checkpoints
-in 4 or 8 bits.
+"""Converts the grouped integers of compressed-tensors, AWQ and GPTQ checkpoints to GGUF blocks, for the CPU kernels.
 
 Symmetric ones become Q4_0 or Q8_0 and keep their values (a scale outside float16's normal range is refused); 4-bit ones
 with zero-points become Q4_1, whose offset is rounded to float16.

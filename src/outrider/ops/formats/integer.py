@@ -1,5 +1,4 @@
-"""Integers of 4 or 8 bits with one scale per group of columns: the common form of compressed-tensors, AWQ and GPTQ
-checkpoints.
+"""Integers of 4 or 8 bits with one scale per group of columns, as compressed-tensors, AWQ and GPTQ have them.
 
     weight[n, order[j]] = (q[n, j] - zero[n, j // group]) * scale[n, j // group]
 
