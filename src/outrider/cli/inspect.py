@@ -158,7 +158,8 @@ def drafter_of(
         "clusters_scored": config.cluster_top,
         "draft_tokens": config.draft_tokens,
     }
-    return drafter_report(config.model_type, reason, size.total, size.step * kept.mean, token, **about), kept.total
+    step = size.step * (kept.total / kept.parameters)
+    return drafter_report(config.model_type, reason, size.total, step, token, **about), kept.total
 
 
 def per_weight(config: ModelConfig, size: StoredSize) -> float:

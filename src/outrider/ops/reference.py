@@ -31,14 +31,6 @@ FP8_MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
 HALF_MOST = 6e4  # what float16 holds
 
 
-def activation(name: str, x: Tensor) -> Tensor:
-    if name == "silu":
-        return F.silu(x)
-    if name == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    raise ValueError(f"unknown activation {name!r}")
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """NeoX rotary embedding. x [R, heads, D]; cos, sin [R, D/2] float32; angles of 0 leave a pair untouched."""
     a, b = x.float().chunk(2, dim=-1)
@@ -232,7 +224,8 @@ class ReferenceOps(TreeOps):
         return x.clamp_(low, high)
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
-        return activation(act, x) * y
+        """act: silu or gelu_tanh (models.config)."""
+        return (F.silu(x) if act == "silu" else F.gelu(x, approximate="tanh")) * y
 
     def adapted_linear(
         self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE

@@ -28,7 +28,7 @@ from ..ops.lowrank import Adapter, LowRank
 from ..ops.reference import Backend
 from ..types import OutriderError, bad_input, require
 from . import gguf, hub, repos
-from .files import model_config
+from .files import MISREAD, model_config
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
 from .quant_scheme import recipe
 from .safetensors import read_header, read_json, shard_names
@@ -119,8 +119,7 @@ def read_adapter(name: str | Path, config: ModelConfig) -> LoraFile:
             kinds = "a PEFT folder, a .gguf file or hub id"
             raise OutriderError(f"adapter {str(name)!r:.120} does not exist: give {kinds}")
         path = hub.snapshot(named[0], ["adapter_*.json", "adapter_*.safetensors"])
-    wrong = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
-    with bad_input(wrong, lambda error: f"{path}: its settings make no sense ({str(error)[:80]})"):
+    with bad_input(MISREAD, lambda error: f"{path}: its settings make no sense ({str(error)[:80]})"):
         file = _read_gguf(path, config) if path.is_file() else _read_peft(path, config)
     require(bool(file.updates), f"{path} changes nothing: it holds no LoRA matrices of the text model")
     return file

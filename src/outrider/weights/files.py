@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 C = TypeVar("C")
+MISREAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,8 @@ def check_draft_model(target: Files, draft: Files) -> int:
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
     """Turns errors from reading a foreign dict, which may hold anything at any depth, into bad input."""
-
-    def say(error: Exception) -> str:
-        return f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})"
-
-    with bad_input((TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError), say):
+    what = f"{files.name}: its configuration makes no sense"
+    with bad_input(MISREAD, lambda error: f"{what} ({type(error).__name__}: {str(error)[:80]})"):
         return reader(files.config)
 
 

@@ -37,8 +37,10 @@ SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:
+def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True) -> Files:
     """`weights=False`: only the configuration is needed (inspection, dummy weights); no weights are downloaded."""
+    if isinstance(name, Files):
+        return name
     name = model_of(str(name))
     path = Path(os.path.expanduser(name))
     if name and os.path.exists(path):  # false for what can be no path: too long, or with a null byte

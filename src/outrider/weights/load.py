@@ -50,7 +50,7 @@ def load_target(
     ops: Backend | None = None,
     **how: Unpack[LoadOptions],
 ) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:
-    files = resolved(name, "model", how)
+    files = hub.resolve(name, "model", weights=how.get("load_format") != "dummy")
     own, weights = load(files, model_config(files), device, dtype, ops, **how)
     return own, weights, text_files(files)
 
@@ -62,14 +62,8 @@ def load_drafter(
     ops: Backend | None = None,
     **how: Unpack[LoadOptions],
 ) -> tuple[DrafterConfig, dict[str, DeviceWeight]]:
-    files = resolved(name, "drafter", how)
+    files = hub.resolve(name, "drafter", weights=how.get("load_format") != "dummy")
     return load(files, translate(DrafterConfig.from_hf, files), device, dtype, ops, **how)
-
-
-def resolved(name: str | Path | Files, kind: hub.Kind, how: LoadOptions) -> Files:
-    if isinstance(name, Files):
-        return name
-    return hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
 
 
 def load(

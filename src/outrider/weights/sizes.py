@@ -68,10 +68,6 @@ class StoredSize:
     gpu: float = 0.0  # bytes in a GPU's memory
     formats: Mapping[str, float] = field(default_factory=dict)  # bytes by format
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(1, self.parameters)
-
 
 def item_bytes(config: Mapping[str, object]) -> float:
     named = [c.get(key) for c in (config, text_part(config)) for key in ("dtype", "torch_dtype")]

@@ -28,9 +28,8 @@ from .quant_scheme import QuantScheme
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
-OTHERS = {"I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
-BYTE_FLOATS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-DTYPES = {**FLOATS, **INTEGERS, **OTHERS, **BYTE_FLOATS}  # the dense types
+BYTES = {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+DTYPES = {**FLOATS, **INTEGERS, **BYTES, "I16": torch.int16, "BOOL": torch.bool}  # the dense types
 ITEM_BYTES = {kind: dtype.itemsize for kind, dtype in DTYPES.items()}
 
 
