@@ -141,7 +141,7 @@ class SlotOps(AdaptedOps):
     """The same with the slots' adapters. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
-        super().__init__(base, names, ())
+        super().__init__(base, names, {})
         self.weights, self.ranges = slots.weights, ranges
 
     def changed(self, w: DeviceWeight) -> SlotWeight | None:

@@ -51,15 +51,10 @@ class Adapter:
         return sum(part.nbytes for part in self.parts.values())
 
 
-@dataclass(frozen=True, eq=False)
-class RowGroup:
-    """The rows of a pass that use one adapter."""
-
-    adapter: Adapter
-    rows: Tensor | None  # int64; None: all rows of the pass
+RowGroups = Mapping[Adapter, Tensor | None]  # rows of a pass by adapter: int64; None: all
 
 
-def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device: torch.device) -> list[RowGroup]:
+def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device: torch.device) -> RowGroups:
     """The groups of a pass in which sequence i has `counts[i]` rows, one sequence after the other."""
     rows: dict[Adapter, list[int]] = {}
     start = 0
@@ -68,14 +63,14 @@ def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device
             rows.setdefault(adapter, []).extend(range(start, start + count))
         start += count
     as_tensor = partial(torch.tensor, dtype=torch.int64, device=device)
-    return [RowGroup(adapter, None if len(which) == start else as_tensor(which)) for adapter, which in rows.items()]
+    return {adapter: None if len(which) == start else as_tensor(which) for adapter, which in rows.items()}
 
 
 class AdaptedOps:
     """The backend `base` with the adapters of `groups` applied in every product that they change; all else is the
     backend's. names: the canonical name of a weight by its `id`."""
 
-    def __init__(self, base: Backend, names: Mapping[int, str], groups: Sequence[RowGroup]):
+    def __init__(self, base: Backend, names: Mapping[int, str], groups: RowGroups):
         self.base, self.names, self.groups = base, names, groups
 
     def __getattr__(self, name: str) -> object:
@@ -83,7 +78,7 @@ class AdaptedOps:
 
     def changes(self, w: DeviceWeight) -> list[tuple[Tensor | None, LowRank]]:
         name = self.names.get(id(w), "")
-        return [(g.rows, g.adapter.parts[name]) for g in self.groups if name in g.adapter.parts]
+        return [(rows, adapter.parts[name]) for adapter, rows in self.groups.items() if name in adapter.parts]
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor | None:
         """x · wᵀ with the adapters' additions, and what `end` makes of it; None: no adapter changes w."""

@@ -25,7 +25,7 @@ from ..ops.reference import as_tensor
 from ..spec.block import load_block
 from ..types import AttnSpec, BlockRows, KVView, OutriderError, require
 from ..weights import hub
-from ..weights.load import as_tensors, load_drafter, translate
+from ..weights.load import load_drafter, translate
 from .config import Say, TrainConfig
 from .data import Sequences, TrainBatch, make_batch, plan_epoch
 from .design import START_ROWS, spread_reads
@@ -240,7 +240,7 @@ def load_net(name: str, target: TrainTarget, seed: int = 0) -> TrainNet:
         require(good, f"{name}: a {config.kind} drafter, {other}, cannot be trained on")
         net = BlockModule(config, seed)
         weights = load_block(hub.resolve(name, kind="drafter"), target.model, torch.float32).weights
-    net.load(as_tensors(weights))
+    net.load({key: as_tensor(weight) for key, weight in weights.items()})
     return net.to(target.model.device)
 
 

@@ -23,7 +23,7 @@ from ..models.split import Shard, Shards, TPRank, split_drafter, split_target
 from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
 from ..ops.formats import dense as dense_weight
 from ..ops.formats.base import bits
-from ..ops.reference import Backend, ReferenceOps, as_tensor
+from ..ops.reference import Backend, ReferenceOps
 from ..types import OutriderError, TextFiles, bad_input
 from . import hub
 from .files import Files, already_quantised, model_config, open_source, text_files, translate
@@ -168,11 +168,6 @@ def check_shares(name: str, world: int) -> None:
     config = model_config(hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
         split_target(config, TPRank(rank, world), lambda name: 1)
-
-
-def as_tensors(weights: Mapping[str, DeviceWeight]) -> dict[str, Tensor]:
-    """Weights that were loaded with the reference ops: all of them dense."""
-    return {name: as_tensor(weight) for name, weight in weights.items()}
 
 
 def check(
