@@ -2,12 +2,9 @@
 
 A captured step can only read fixed addresses, so a backend with captured steps keeps the matrices of each adapter in
 use in a slot of one tensor per weight (`SlotWeight`), and a list of row ranges says which rows of a pass use which
-slot. A slot's content may change between two passes: writes and passes are ordered on one stream. A larger rank, a
-weight that no adapter changed before, or more adapters in one pass than there are slots require new tensors; `version`
-counts these, since graphs captured earlier read the old ones.
-
-`SlotOps` replaces the backend during such a pass. A product, its adapter and the epilogue are one operation of the
-backend (`adapted_linear`), the same in captured and in other passes.
+slot. Writes to a slot and passes are ordered on one stream. A larger rank, a weight that no adapter changed before, or
+more adapters in one pass than there are slots require new tensors; `version` counts these, since graphs captured
+earlier read the old ones. A product, its adapter and the epilogue are one operation (`adapted_linear`) in every pass.
 """
 
 from __future__ import annotations

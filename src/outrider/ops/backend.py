@@ -1,8 +1,7 @@
 """What backends and their callers exchange: arguments and results of ops, and a backend's capabilities.
 
-The ops themselves are the methods of `Backend` (ops.reference). Callers never use `hasattr`: what a backend can do is
-in its `Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits that follow from
-kernels are stated only there.
+The ops themselves are the methods of `Backend` (ops.reference). What a backend can do is in its `Capabilities`: limits
+that follow from kernels are stated only there.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class Capabilities:
     independent_rows: int = 0
     # A prompt leaves the same bits in the cache wherever it is cut into chunks: then any full page may be shared.
     prompts_independent: bool = False
-    # After a preemption, decoded tokens are recomputed in chunks of at most this many rows per sequence, so that the
-    # same kernels run again; wider passes take kernels that round differently.
+    # After a preemption, decoded tokens are recomputed in chunks of at most this many rows: the same kernels run again.
     replay_rows: int = EVERY_ROW
     # A row has the same bits in a draft tree as in a chain. False: drafts stay chains.
     trees: bool = False
@@ -121,12 +119,10 @@ class Capabilities:
     prefill_with_decodes: int = 0
     # The same for small models: twice as many, and again, as long as their operations stay below this.
     prefill_flops_with_decodes: float = 0.0
-    # Prompt tokens of one sequence in a step of a server without decoding sequences: a new request would wait for them.
-    # 0: a chunk.
+    # Prompt tokens of one sequence in a server's step without decoding sequences: a request may wait. 0: a chunk.
     prefill_idle: int = 0
     quantizes: tuple[str, ...] = ()  # formats that `quantize` supports
-    # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in
-    # float32 would give.
+    # Dense 16-bit matrices are multiplied as they are stored, with the bits that the same values in float32 would give.
     holds_halves: bool = False
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them
     # The format of an MTP drafter's matrices: a draft need not be exact, only fast. None: as stored.

@@ -1,9 +1,8 @@
 """Low-rank adapters (LoRA): y = W x + scale · B (A x), for the rows that use one.
 
 `AdaptedOps` replaces the backend during a pass whose rows use adapters. A row's bits do not depend on the other rows:
-the base product is the backend's own, the two small products run through the same `linear`, whose order of sums is
-fixed by the weight's shape, and the addition is elementwise. A row without an adapter has no addition and runs through
-the same operations as in a pass without adapters.
+all three products run through `linear`, whose order of sums is fixed by the weight's shape. A row without an adapter
+runs through the same operations as in a pass without adapters.
 """
 
 from __future__ import annotations

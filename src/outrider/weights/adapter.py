@@ -286,7 +286,9 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
     file = read_adapter(adapter, model_config(files))
     shards, left = shard_names(files.path) or [], set(file.updates)
     require(bool(shards), f"{files.path} holds no safetensors file: there are no weights to merge into")
-    try:
+    what = f"cannot write the merged checkpoint to {out}"
+    unwritten = (OSError, SafetensorError)
+    with bad_input(unwritten, lambda e: f"{what}: {str(getattr(e, 'strerror', None) or e)[:120]}"):
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(files.path.iterdir()):
             if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt", ".md"):
@@ -294,9 +296,6 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
         for shard in shards:
             left -= _merge_shard(files.path / shard, out / shard, file)
             say(f"wrote {out / shard}")
-    except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OutriderError(f"cannot write the merged checkpoint to {out}: {str(why)[:120]}") from None
     if left:
         raise OutriderError(f"{files.path}: tensor {min(left)} is missing from the checkpoint")
     return len(file.updates)

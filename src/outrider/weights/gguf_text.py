@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..types import OutriderError, TextFiles
+from ..types import OutriderError, TextFiles, bad_input
 from .gguf import GGUF
 from .gguf_config import eos_ids
 
@@ -129,10 +129,9 @@ def _bpe(
 ) -> models.BPE:
     from tokenizers import models
 
-    try:
+    what = f"{file.path}: a merge uses a token outside the vocabulary"
+    with bad_input(Exception, lambda error: f"{what} ({str(error)[:100]})"):  # the library raises bare Exception
         return models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token=unknown, **options)
-    except Exception as error:  # the library raises bare Exception
-        raise OutriderError(f"{file.path}: a merge uses a token outside the vocabulary ({str(error)[:100]})") from None
 
 
 def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tuple[str, str]]:

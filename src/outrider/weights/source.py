@@ -1,9 +1,8 @@
 """A checkpoint as the loader sees it: named tensors inside memory-mapped files.
 
-A tensor is rows of bytes: everything but the last dimension is flattened into rows. Reading touches pages of the
-file; `release` gives them back to the system, so that loading never holds both file and tensors in memory. `find` looks
-up one source of a plan (dense rows, or the tensors of a quantised matrix), `SourceTensor.read` reads it; all are found
-before the first one is read.
+A tensor is rows of bytes: everything but the last dimension is flattened into rows. `release` gives pages of the file
+back to the system, so that loading never holds both file and tensors in memory. `find` looks up one source of a plan
+(dense rows, or a quantised matrix), `SourceTensor.read` reads it; all are found before the first one is read.
 """
 
 from __future__ import annotations

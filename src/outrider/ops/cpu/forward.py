@@ -1,8 +1,7 @@
 """A whole model, or a drafter's step, in one call of the library.
 
 `compile_model` and `compile_drafter` convert a built model once into C structs and return an object with the model's
-own methods, or None if the library does not support a part of it (experts, odd sizes): the caller then keeps the model
-itself. The results are bitwise the same either way.
+own methods, or None if the library does not support a part of it (odd sizes). The results are bitwise the same.
 """
 
 from __future__ import annotations

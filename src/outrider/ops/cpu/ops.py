@@ -94,13 +94,11 @@ class CpuOps(ReferenceOps):
         parts = [p if isinstance(p.format, GGUFBlockFormat) else blocks_of(p) or p for p in parts]
         if any(not isinstance(p.format, GGUFBlockFormat) for p in parts):
             return None
-        if len(parts[0].shape) == 2:
-            return self.packer.pack(parts)
-        # an expert's rows, and the gates among them, must be whole groups
-        if len(parts) != 1 or parts[0].shape[1] % 32:
+        experts = len(parts[0].shape) == 3
+        if experts and (len(parts) != 1 or parts[0].shape[1] % 32):  # an expert's rows, and its gates: whole groups
             return None
         packed = self.packer.pack(parts)
-        return None if packed is None else packed.view(*parts[0].shape)
+        return packed.view(*parts[0].shape) if experts and packed is not None else packed
 
     def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
         """A table in place in the file: it takes no memory except the pages that are read."""
@@ -270,14 +268,11 @@ class CpuOps(ReferenceOps):
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
         """Row by row: the kernel sees each at the image's last position, with a window that is longer by as much."""
-        out, one = [], torch.zeros(1, dtype=torch.int64)
-        start = torch.tensor([0, 1], dtype=torch.int32)
+        one, start = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
         shown = replace(kv, positions=one + end - 1, row_seq=one, row_start=start, max_rows=1, max_context=end)
-        for row, position in enumerate(kv.positions.tolist()):
-            window = None if spec.window is None else spec.window + end - 1 - position
-            longer = replace(spec, window=window)
-            out.append(self.attend(q[row : row + 1], longer, shown))
-        return torch.cat(out)
+        windows = [None if spec.window is None else spec.window + end - 1 - p for p in kv.positions.tolist()]
+        longer = [replace(spec, window=window) for window in windows]
+        return torch.cat([self.attend(row, its, shown) for row, its in zip(q.split(1), longer, strict=True)])
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         c = c_block_spec(attn)

@@ -2,9 +2,8 @@
 
 A `Format` defines what its tensors mean (`dequantise` is the definition that every kernel is checked against) and how
 many columns of the matrix each of their elements covers (`units`). Sizes in bytes, tensor-parallel sharding and joining
-of fused tensors follow from the units alone, so a new format states them once and writes no code for these. Every
-tensor has the matrix's rows as its rows; scales of a whole tensor or of a block of rows are expanded to rows when they
-are read.
+of fused tensors follow from the units alone. Every tensor has the matrix's rows as its rows; scales of a whole tensor
+or of a block of rows are expanded to rows when they are read.
 
 A backend packs a `Weight` for its kernels (`DeviceWeight`) with `pack_weights(parts, device)`; if it has no kernel for
 a format, the loader dequantises and passes a dense tensor.
