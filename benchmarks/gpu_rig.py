@@ -30,13 +30,13 @@ from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.models.inspect import kv_bytes
 from outrider.ops.formats import DeviceWeight
-from outrider.ops.reference import Backend
+from outrider.ops.reference import Backend, as_tensor
 from outrider.ops.trees import TreeRows
 from outrider.spec.block import BlockDrafter, own_head
 from outrider.spec.mtp import MTPDrafter
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.types import Draft, DraftTree, OutriderError, Verdict
-from outrider.weights.load import as_tensors, dummy_weights
+from outrider.weights.load import dummy_weights
 
 SIZES = {s: f"google/gemma-4-{s}-it" for s in ("31B", "12B", "26B-A4B", "E4B", "E2B")}
 H200_BYTES_PER_S = 4.39e12  # read-only reduction over 8 GiB, measured
@@ -146,7 +146,8 @@ class Rig:
         self.drafter_weights: dict[str, Tensor] = {}
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
-            self.drafter_weights = as_tensors(dummy_weights(config, self.device, dtype, ops, None, 1))
+            made = dummy_weights(config, self.device, dtype, ops, None, 1)
+            self.drafter_weights = {name: as_tensor(weight) for name, weight in made.items()}
             assistant = MTPNet(config, self.drafter_weights, ops, self.model)
             if compiled:
                 assistant = ops.compile_drafter(assistant)

@@ -69,10 +69,9 @@ def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True
 
 def _meant(path: Path) -> str:
     """A hint with a similar name of a file or built-in model."""
-    try:
+    beside: list[str] = []
+    with contextlib.suppress(OSError):
         beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
-    except OSError:
-        beside = []
     if found := difflib.get_close_matches(path.name, beside, 1, 0.7):
         return f" (did you mean {path.parent / found[0]}?)"
     small = difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7)

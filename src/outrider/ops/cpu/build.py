@@ -139,10 +139,9 @@ def cache_path(*parts: str) -> Path:
     kept = cache_root().joinpath(*parts)
     if os.access(kept, os.R_OK) or writable(cache_root()):  # another user's cache may be unreadable
         return kept
-    try:
+    with suppress(OSError):
         return spare_root().joinpath(*parts)
-    except OSError:
-        return kept
+    return kept
 
 
 def compiler() -> str:

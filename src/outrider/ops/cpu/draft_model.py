@@ -63,8 +63,7 @@ class CpuChain:
         made_here = (seen, seen_start, guess, out, sure, lengths)
         c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = map(at, made_here)
         c.temperature, c.sampled, c.seed = map(at, (sampling.temperature, sampling.sampled, sampling.seed))
-        c.steps = k
-        c.stop = c.drop = c.trust = None
+        c.steps, c.stop, c.drop, c.trust = k, None, None, None
         if trust is not None:
             thresholds = (c_double * size)(*[b.stop for b in behind]), (c_double * size)(*[b.drop for b in behind])
             ends = (*thresholds, (c_double * 16)(*trust))

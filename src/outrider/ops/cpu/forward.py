@@ -87,10 +87,8 @@ class Stack:
             call.few, call.wanted, call.narrow = few.c, at(which), True
         if adapters is not None:
             call.adapters = adapters
-        fed_back = None
-        if self.c.post.kind:
-            fed_back = torch.empty((rows, self.c.post.n))
-            call.fed_back = at(fed_back)
+        fed_back = torch.empty((rows, self.c.post.n)) if self.c.post.kind else None
+        call.fed_back = at(fed_back)
         streams = {i: torch.empty((rows, self.hidden)) for i in taps}
         if streams:
             pointers = (c_void_p * self.c.layers)(*[at(streams.get(i)) for i in range(self.c.layers)])

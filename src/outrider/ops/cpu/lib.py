@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import re
-from ctypes import Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -59,19 +59,15 @@ CChain = struct("Chain")
 CHECKED = CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank, CBlockNet, CUnread
 
 
-class Pointer:
-    """An argument that the library takes as an address."""
-
-    @staticmethod
-    def from_param(x: object) -> object:
-        return byref(x) if isinstance(x, Structure) else c_void_p(at(x))
-
-
 def at(x: Any) -> int | None:
-    """The address of a tensor, a ctypes array or a struct; an address itself, or None."""
+    """The address of a tensor, a ctypes array or a struct; of None there is none."""
     if isinstance(x, Tensor):
         return x.data_ptr()
-    return x if x is None or isinstance(x, int) else ctypes.addressof(x)
+    return None if x is None else ctypes.addressof(x)
+
+
+def ptrs(*tensors: Tensor | None) -> list[int | None]:
+    return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def out_of_memory(result: int, function: Any, _: object) -> None:
@@ -80,12 +76,15 @@ def out_of_memory(result: int, function: Any, _: object) -> None:
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """The functions' signatures. What runs on a team and returns an int lacked memory where that is not 0."""
+    """The functions' signatures: structs are passed as they are, other pointers as addresses. What runs on a team and
+    returns an int lacked memory where that is not 0."""
+    structs = {f"{name} *": POINTER(made) for name, made in STRUCTS.items()}
     for result, star, name, given in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
         given = [one for one in given.split(",") if one != "void"]
         function = getattr(lib, name)
         function.restype = c_void_p if star else NUMBERS.get(result)
-        function.argtypes = [Pointer if "*" in one else NUMBERS[one.split()[-2]] for one in given]
+        kinds = [re.sub(r"^const |\w+$", "", one.strip()).strip() for one in given]
+        function.argtypes = [structs.get(kind, c_void_p) if "*" in kind else NUMBERS[kind] for kind in kinds]
         if result == "int" and given and given[0] == "ThreadPool *team":
             function.errcheck = out_of_memory
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import Structure
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from .block import CpuBlock, block_view, compile_block
 from .cycle import CpuCycle
 from .draft_model import CpuChain
 from .forward import CompiledDrafter, CompiledModel, compile_drafter, compile_model
-from .lib import ACTIVATIONS, CBatchBuffers, CPages, c_block_spec, c_spec, floats, load
+from .lib import ACTIVATIONS, CBatchBuffers, CPages, at, c_block_spec, c_spec, floats, load, ptrs
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight, c_moe, c_weight, routable, table_scale
 
@@ -42,12 +43,9 @@ def default_threads() -> int:
         count = len(os.sched_getaffinity(0))
     except AttributeError:
         count = os.cpu_count() or 1
-    try:
+    with suppress(OSError, ValueError):  # no such file, or no limit: "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        if quota != "max":
-            count = min(count, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
+        count = min(count, max(1, int(quota) // int(period)))
     return count
 
 
@@ -143,14 +141,14 @@ class CpuOps(ReferenceOps):
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         w, ids = c_weight(table), ids.contiguous()
         out = torch.empty((ids.shape[0], w.k))
-        self.lib.or_rows(w, ids, ids.shape[0], table_scale(table, scale), out)
+        self.lib.or_rows(w, ids.data_ptr(), ids.shape[0], table_scale(table, scale), out.data_ptr())
         return out
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         c, x = c_weight(w), floats(x)
         out = torch.empty((x.shape[0], c.n))
         bias = None if bias is None else floats(bias)
-        self.lib.or_linear(self.team, c, x, x.shape[0], bias, out)
+        self.lib.or_linear(self.team, c, x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
         return out
 
     def lowrank(
@@ -165,7 +163,8 @@ class CpuOps(ReferenceOps):
         if not isinstance(part.a, PackedWeight):
             return super().add_lowrank(y, x, part, rows)
         own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
-        self.lib.or_lowrank(self.team, lowrank.c_lowrank(part), own, out.shape[0], out.shape[1] // LANES, out)
+        c, groups = lowrank.c_lowrank(part), out.shape[1] // LANES
+        self.lib.or_lowrank(self.team, c, own.data_ptr(), out.shape[0], groups, out.data_ptr())
         if rows is None:
             return out
         y[rows] = out
@@ -176,20 +175,20 @@ class CpuOps(ReferenceOps):
         if c.n % 32:  # gate and up rows share a group
             return super().gated_linear(x, w, act)
         out = torch.empty((x.shape[0], c.n // 2))
-        self.lib.or_gated_linear(self.team, c, x, x.shape[0], ACTIVATIONS[act], out)
+        self.lib.or_gated_linear(self.team, c, x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
         return out
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         c, h = c_weight(w), floats(h)
         out = torch.empty((h.shape[0], c.n))
-        self.lib.or_logits(self.team, c, h, h.shape[0], softcap or 0.0, out)
+        self.lib.or_logits(self.team, c, h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         x = floats(x)
         out = torch.empty_like(x)
         n = x.shape[-1]
-        self.lib.or_rms_norm(x, x.numel() // n, n, w, eps, out)
+        self.lib.or_rms_norm(x.data_ptr(), x.numel() // n, n, at(w), eps, out.data_ptr())
         return out
 
     def residual_norm(
@@ -199,14 +198,16 @@ class CpuOps(ReferenceOps):
         rows, n = x.shape
         out = torch.empty_like(x)
         h = out if next_w is None else torch.empty_like(x)
-        self.lib.or_residual_norm(x, y, rows, n, post_w, scale, next_w, eps, out, h, torch.empty(n))
+        made = out, h, torch.empty(n)
+        self.lib.or_residual_norm(*ptrs(x, y), rows, n, *ptrs(post_w, scale, next_w), eps, *ptrs(*made))
         return out, h
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         x, y = (t if t.dtype == torch.float32 and t.stride(-1) == 1 else floats(t) for t in (x, y))
         rows, n = x.shape
         out = torch.empty((rows, n))
-        self.lib.or_act_mul(x, x.stride(0), y, y.stride(0), rows, n, ACTIVATIONS[act], out)
+        given = x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)
+        self.lib.or_act_mul(*given, rows, n, ACTIVATIONS[act], out.data_ptr())
         return out
 
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
@@ -215,7 +216,7 @@ class CpuOps(ReferenceOps):
         router_in, x = floats(router_in), floats(x)
         out = torch.empty_like(x)
         act = ACTIVATIONS[experts.act]
-        self.lib.or_moe(self.team, c_moe(experts), router_in, x, x.shape[0], act, out)
+        self.lib.or_moe(self.team, c_moe(experts), *ptrs(router_in, x), x.shape[0], act, out.data_ptr())
         return out
 
     # ---- whole models ---------------------------------------------------------------------------------------------
@@ -251,19 +252,19 @@ class CpuOps(ReferenceOps):
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]
         cos, sin = torch.empty((rows, half)), torch.empty((rows, half))
-        self.lib.or_angles(positions, rows, inv_freq, half, cos, sin)
+        self.lib.or_angles(positions.data_ptr(), rows, inv_freq.data_ptr(), half, *ptrs(cos, sin))
         return cos, sin
 
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
-        self.lib.or_rope_write(self.team, c_spec(spec), self.batch(kv), qkv, *angles, *norms)
+        self.lib.or_rope_write(self.team, c_spec(spec), self.batch(kv), *ptrs(qkv, *angles, *norms))
         return qkv[:, : spec.heads * spec.head_dim]
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         q = q if q.dtype == torch.float32 and q.stride(-1) == 1 else floats(q)
         out = torch.empty((q.shape[0], spec.heads * spec.head_dim))
-        self.lib.or_attend(self.team, c_spec(spec), self.batch(kv), q, q.stride(0), out)
+        self.lib.or_attend(self.team, c_spec(spec), self.batch(kv), q.data_ptr(), q.stride(0), out.data_ptr())
         return out
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
@@ -275,9 +276,9 @@ class CpuOps(ReferenceOps):
         return torch.cat([self.attend(row, its, shown) for row, its in zip(q.split(1), longer, strict=True)])
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-        c = c_block_spec(attn)
+        c, made = c_block_spec(attn), floats(made)
         c.heads = 0  # k and v alone
-        self.lib.or_rope_write(self.team, c, self.batch(kv), floats(made), *angles, None, attn.k_norm)
+        self.lib.or_rope_write(self.team, c, self.batch(kv), *ptrs(made, *angles, None, attn.k_norm))
 
     def attend_block(
         self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
@@ -288,15 +289,15 @@ class CpuOps(ReferenceOps):
         start = own.end + first
         batch = CBatchBuffers(block_view(kv, start, count), self.pages(kv), ends=start + count - 1)
         qkv, c = torch.cat((floats(q), floats(made)), 1), c_block_spec(attn)
-        self.lib.or_rope_write(self.team, c, batch.c, qkv, *angles, attn.q_norm, attn.k_norm)
+        self.lib.or_rope_write(self.team, c, batch.c, *ptrs(qkv, *angles, attn.q_norm, attn.k_norm))
         out = torch.empty_like(q, dtype=torch.float32)
-        self.lib.or_attend(self.team, c, batch.c, qkv, qkv.stride(0), out)
+        self.lib.or_attend(self.team, c, batch.c, qkv.data_ptr(), qkv.stride(0), out.data_ptr())
         return out
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """As the reference, one after another: a position must be read before it is overwritten."""
         moves = [t.contiguous() for t in (seq, source, target)]
-        self.lib.or_move_kv(c_spec(spec), self.batch(kv), *moves, seq.shape[0])
+        self.lib.or_move_kv(c_spec(spec), self.batch(kv), *ptrs(*moves), seq.shape[0])
 
     def batch(self, kv: KVView) -> Structure:
         """The view's pointers, cached: every layer of a pass uses the same view."""
@@ -328,7 +329,8 @@ class CpuOps(ReferenceOps):
             scores += cluster_bonus
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
-        self.lib.or_clustered(self.team, c, g, g.shape[0], scores, clusters, top, size, best, out)
+        how = g.data_ptr(), g.shape[0], scores.data_ptr(), clusters, top, size
+        self.lib.or_clustered(self.team, c, *how, *ptrs(best, out))
         return best, out
 
     def cluster_bonus(
@@ -339,7 +341,7 @@ class CpuOps(ReferenceOps):
         clusters, size = tokens.shape
         rows, out = seed.shape[0], torch.zeros((seed.shape[0], clusters))
         how = [floats(temperature), *[t.contiguous() for t in (sampled, seed, position)]]
-        self.lib.or_cluster_bonus(self.team, self._hashes[1], clusters, size, rows, *how, out)
+        self.lib.or_cluster_bonus(self.team, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
         return out
 
     def argmax(self, z: Tensor) -> Tensor:
@@ -352,18 +354,19 @@ class CpuOps(ReferenceOps):
         z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
-        self.lib.or_choose(self.team, z, *z.shape, seed, position, tokens, sampled, out)
+        self.lib.or_choose(self.team, z.data_ptr(), *z.shape, *ptrs(seed, position, tokens, sampled, out))
         return out
 
     def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor:
         z = floats(z).clone()
-        self.lib.or_filter(self.team, z, *z.shape, *[t.contiguous() for t in (top_k, top_p, min_logp)])
+        how = [t.contiguous() for t in (top_k, top_p, min_logp)]
+        self.lib.or_filter(self.team, z.data_ptr(), *z.shape, *ptrs(*how))
         return z
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
         z, tokens = floats(logits), tokens.contiguous()
         out = torch.empty((z.shape[0], 1 + 2 * top))
-        self.lib.or_logprobs(self.team, z, *z.shape, tokens, top, out)
+        self.lib.or_logprobs(self.team, z.data_ptr(), *z.shape, tokens.data_ptr(), top, out.data_ptr())
         return out
 
 

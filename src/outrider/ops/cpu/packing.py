@@ -80,7 +80,7 @@ class Packer:
         flat = replace(part, shape=(len(blocks), part.shape[-1]), tensors={"blocks": blocks})
         for lo, hi, some in flat.slices(SLICE, LANES):
             data = some.tensors["blocks"].contiguous()
-            self.lib.or_pack(self.team, out.c, first + lo, data, data.shape[1], hi - lo)
+            self.lib.or_pack(self.team, out.c, first + lo, at(data), data.shape[1], hi - lo)
 
     def _empty(self, kind: int, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
         sizes = [self.lib.or_packed_bytes(kind, n, k, which) for which in (0, 1)]
@@ -125,7 +125,8 @@ class Packer:
             return self.halves([dense(rows[order])])
         assert w.c.kind not in (PackedKind.PARTS, PackedKind.FILE), "rows of one kind only"
         out = self._empty(w.c.kind, len(order), w.c.k)
-        self.lib.or_take(w.c, order.long().contiguous(), out.c)
+        rows = order.long().contiguous()
+        self.lib.or_take(w.c, at(rows), out.c)
         return out
 
 
