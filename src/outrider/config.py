@@ -59,7 +59,7 @@ def check_switch(settings: object, *names: str) -> None:
 class EngineConfig:
     max_batch: int | None = None  # sequences per batch; None: 256 on a GPU, else 8
     max_context: Annotated[
-        int | None, "Most tokens of prompt and answer together. Default: what model and memory hold."
+        int | None, "Maximum tokens of prompt and answer together. Default: what the model and memory allow."
     ] = None
     page_size: int = 32
     prefill_chunk: int | None = None  # prompt tokens per sequence and pass; None: the backend's best
@@ -69,8 +69,10 @@ class EngineConfig:
     ] = "auto"
     gpu_memory: Annotated[float, "Share of the GPU's memory for weights, K/V and work together."] = 0.9
     prefix_cache: bool = True
-    prefix_store: Annotated[str | None, "Folder for K/V of prompts that survives a restart. Default: none."] = None
-    prefix_store_size: Annotated[float, "Most GiB of it; the pages used least recently go first."] = 20.0
+    prefix_store: Annotated[str | None, "Folder that keeps K/V of prompts across restarts. Default: none."] = None
+    prefix_store_size: Annotated[float, "Maximum GiB in that folder; least recently used pages are deleted first."] = (
+        20.0
+    )
     graphs: bool | None = None  # run each decode cycle as one CUDA graph, results one cycle late; None: on a GPU
 
     def __post_init__(self) -> None:
@@ -123,31 +125,30 @@ class LoadSettings:
     )
     device: Annotated[str | None, "cpu or cuda. Default: cuda where there is one."] = None
     dtype: Annotated[
-        str | None, "Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32."
+        str | None,
+        "Data type of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.",
     ] = None
     ops: Annotated[
         str,
         "Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider doctor` lists them) | triton | "
         "triton:dense (16-bit weights).",
     ] = "auto"
-    threads: Annotated[int | None, "CPU threads. Default, and at most: the cores this process may use."] = None
+    threads: Annotated[int | None, "CPU threads. Default and maximum: the cores available to this process."] = None
     quantize: Annotated[str | None, "Round a dense checkpoint while loading: int8 | int4, on a GPU also fp8."] = None
     quantize_drafter: Annotated[
         str | None, "Round the dense weights of a block drafter (DFlash, DSpark, EAGLE-3). Default: as --quantize."
     ] = None
-    tensor_parallel: Annotated[
-        int, "Divide the model over N processes, each with a GPU of its own (or on one CPU)."
-    ] = 1
+    tensor_parallel: Annotated[int, "Split the model over N processes, one GPU each (or all on the CPU)."] = 1
     vision: Annotated[bool, "Load the vision weights of a model that takes images."] = True
     image_tokens: Annotated[
-        int, "Soft tokens of an image at most: 70 | 140 | 280 | 560 | 1120. More show finer details and take longer."
+        int, "Maximum soft tokens per image: 70 | 140 | 280 | 560 | 1120. More tokens: finer detail, longer prompts."
     ] = 280
-    max_images: Annotated[int, "Most images of one prompt."] = 16
-    max_image_pixels: Annotated[int, "Most pixels of one image file, by its header."] = 64_000_000
+    max_images: Annotated[int, "Maximum images per prompt."] = 16
+    max_image_pixels: Annotated[int, "Maximum pixels per image file, according to its header."] = 64_000_000
     load_format: LoadFormat = "auto"  # dummy: seeded random weights from the config alone, without a tokenizer
     seed: int = 0  # of dummy weights
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: {name: a folder, .gguf file or id}
-    max_adapters: Annotated[int, "LoRA adapters in memory at once; the least recently used leaves."] = 8
+    max_adapters: Annotated[int, "Maximum LoRA adapters in memory; the least recently used one is evicted."] = 8
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:

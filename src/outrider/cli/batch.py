@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")]
-    out: Annotated[Path, "Results, one a line, in the order in which they finish. An existing file is continued."]
+    requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object per line.")]
+    out: Annotated[Path, "Results, one per line, in the order in which they finish. An existing file is continued."]
     model: Annotated[str | None, "What to load. Default: the model named by the first request."] = None
     name: Annotated[str | None, "The model name the requests use. Default: --model (a folder's last part)."] = None
-    seed: Annotated[int, "For requests without a seed of their own: theirs is made from this and custom_id."] = 0
-    max_concurrent: Annotated[int, "Sequences that decode at once."] = 16
-    ray: Annotated[bool, "On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine."] = False
-    replicas: Annotated[int | None, "With --ray: engines. Default: one a GPU; without GPUs one a machine."] = None
+    seed: Annotated[int, "Seed for requests without one, combined with custom_id."] = 0
+    max_concurrent: Annotated[int, "Maximum sequences decoding at once."] = 16
+    ray: Annotated[bool, "Use Ray: a running cluster (RAY_ADDRESS), else a new one on this machine."] = False
+    replicas: Annotated[
+        int | None, "With --ray: number of engines. Default: one per GPU; without GPUs one per machine."
+    ] = None
 
 
 @common.loading(*common.RUNNING, *common.IMAGES)

@@ -29,16 +29,14 @@ class BenchOptions:
     suite: Annotated[str, "quick (47 prompts) | full (800 more) | a .jsonl file."] = "quick"
     drafters: Annotated[str, "Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL."] = "auto"
     draft_tokens: Annotated[str, "Comma-separated: 0 (plain decoding), 1..16, auto."] = "0,4,auto"
-    tree: Annotated[
-        str, "Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays)."
-    ] = "auto"
+    tree: Annotated[str, "Maximum tokens per draft tree, comma-separated: 2..16; off; auto (where it pays)."] = "auto"
     temperature: Annotated[str, "Temperatures, comma-separated; 0 is greedy."] = "0"
     batch: Annotated[str, "Sequences at once, comma-separated."] = "1"
     against: Annotated[str, "Comma-separated: transformers, llama-cpp, where they are installed."] = ""
-    repeats: Annotated[int, "Times every cell is run; medians count."] = 3
+    repeats: Annotated[int, "Runs per cell; the median counts."] = 3
     limit: Annotated[int | None, "At most N prompts per category."] = None
     categories: Annotated[str, "Only prompts of these categories, comma-separated."] = ""
-    max_tokens: Annotated[int | None, "Most tokens of an answer. Default: as the suite says."] = None
+    max_tokens: Annotated[int | None, "Maximum tokens of an answer. Default: the suite's."] = None
     data: Annotated[Path | None, "Folder of the benchmark files. Default: benchmarks/data of the checkout."] = None
     out: Annotated[Path, "Folder for cells.jsonl, run.json and report.html."] = Path("bench-out")
     resume: Annotated[bool, "Finish the run in --out; nothing finished is repeated."] = False

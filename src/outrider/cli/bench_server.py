@@ -30,23 +30,23 @@ class LoadTestOptions:
     target: Annotated[
         str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")
     ]
-    concurrency: Annotated[str, "Streams at once, one row each."] = "1,4,8,16"
+    concurrency: Annotated[str, "Concurrent streams, comma-separated."] = "1,4,8,16"
     requests: Annotated[int, "Requests at each concurrency."] = 32
     max_tokens: Annotated[int, "Tokens of each answer (the end token is ignored)."] = 128
     prompts: Annotated[
         Path | None, "A .jsonl file with the field prompt or turns. Default: eight built-in prompts."
     ] = None
     temperature: Annotated[float, "0: greedy."] = 0.0
-    compare: Annotated[bool, "Each concurrency also with plain decoding (draft tokens 0)."] = False
+    compare: Annotated[bool, "Repeat each concurrency with plain decoding."] = False
     api_key: Annotated[str | None, "For a server that needs one."] = None
     drafter: Annotated[str, "For a MODEL: as in `outrider serve`."] = "auto"
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None
-    plot: Annotated[Path | None, "Write a picture here (.svg)."] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None
+    plot: Annotated[Path | None, "Write a chart to this file (.svg)."] = None
 
 
 @common.taking(LoadTestOptions)
 def bench_server(asked: LoadTestOptions) -> None:
-    """Load a server with streams and print throughput, time to first token and time a token.
+    """Load-test a server with streams: throughput, time to first token, time per token.
 
     Inter-token times are measured per token: a chunk of m tokens that comes after g seconds counts as m times g/m.
     The longest wait between two chunks is shown next to them, since that is what a reader sees.

@@ -57,7 +57,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 Model = Annotated[str, typer.Argument(help=NAMES, autocompletion=model_names)]
-MaxTokens = Annotated[int, "Most tokens to generate."]
+MaxTokens = Annotated[int, "Maximum tokens to generate."]
 Seed = Annotated[int, "Random seed."]
 Adapters = Annotated[
     list[str] | None,

@@ -17,7 +17,7 @@ class DeployOptions:
     what: Annotated[
         str, typer.Argument(metavar="MODEL|FILE.yaml", help="A model as in `outrider serve`, or a configuration file.")
     ]
-    replicas: Annotated[str | None, "Engines: a number, or bounds for autoscaling such as 2..8."] = None
+    replicas: Annotated[str | None, "Number of engines, or bounds for autoscaling such as 2..8."] = None
     name: Annotated[str | None, "The model name clients use. Default: MODEL (a folder's last part)."] = None
     host: Annotated[str | None, "Address to listen on (127.0.0.1)."] = None
     port: Annotated[int | None, "Port to listen on (8000)."] = None

@@ -24,22 +24,26 @@ if TYPE_CHECKING:
 class GenerateOptions:
     model: common.Model
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None
-    prompts: Annotated[Path | None, "A .jsonl file (field prompt or turns): one JSON object a line comes out."] = None
+    prompts: Annotated[
+        Path | None, "A .jsonl file with the field prompt or turns; prints one JSON object per line."
+    ] = None
     image: common.ImageFiles = None
     raw: Annotated[bool, "No chat template: continue the text as it is."] = False
     max_tokens: common.MaxTokens = 256
-    temperature: Annotated[float, "0: always the likeliest token (greedy); 1: as the model has it."] = 0.0
-    top_p: Annotated[float, "Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off."] = (
-        1.0
-    )
-    top_k: Annotated[int, "Draw only from this many likeliest tokens; 0: off."] = 0
-    min_p: Annotated[float, "Drop tokens less likely than this share of the likeliest; 0: off."] = 0.0
-    repetition_penalty: Annotated[float, "Over 1: tokens of prompt and answer so far are less likely; 1: off."] = 1.0
-    presence_penalty: Annotated[float, "OpenAI's, -2..2: taken off tokens that the answer already has."] = 0.0
-    frequency_penalty: Annotated[float, "OpenAI's, -2..2: the same, times how often."] = 0.0
+    temperature: Annotated[float, "0: greedy; 1: the model's own probabilities."] = 0.0
+    top_p: Annotated[
+        float, "Nucleus sampling: sample from the likeliest tokens with this total probability, in (0, 1]; 1: off."
+    ] = 1.0
+    top_k: Annotated[int, "Sample from the K likeliest tokens; 0: off."] = 0
+    min_p: Annotated[float, "Drop tokens with less than this share of the top probability; 0: off."] = 0.0
+    repetition_penalty: Annotated[float, "Above 1, tokens that already occurred become less likely; 1: off."] = 1.0
+    presence_penalty: Annotated[
+        float, "As in OpenAI's API, -2..2: subtracted from tokens that occurred in the answer."
+    ] = 0.0
+    frequency_penalty: Annotated[float, "As in OpenAI's API, -2..2: subtracted once per occurrence."] = 0.0
     stop: Annotated[list[str] | None, "Stop at this text (may be repeated)."] = None
     logprobs: Annotated[int | None, "Report the chosen token's and the N likeliest tokens' logprobs (--json)."] = None
-    n: Annotated[int, "How many answers (answer i has seed + i)."] = 1
+    n: Annotated[int, "Number of answers; answer i uses seed + i."] = 1
     seed: common.Seed = 0
     compare: Annotated[bool, "Run plain decoding too; print the speed-up and whether the texts are identical."] = False
     as_json: common.AsJson = False

@@ -34,7 +34,7 @@ class InspectOptions:
         list[str] | None,
         "Does this drafter (MTP, DFlash, DSpark, EAGLE-3, draft:MODEL; or two) fit, and what does a step cost?",
     ] = None
-    context: Annotated[int, "Tokens of context for which FLOP a byte is reckoned."] = 1024
+    context: Annotated[int, "Context length for which FLOP per byte are computed."] = 1024
     gpu: Annotated[str | None, "Does it fit this card, and with how much context? rtx4090, h200, …"] = None
     quality: Annotated[bool, "Load it on the CPU and measure what rounding costs there."] = False
     quantize: Annotated[

@@ -118,9 +118,9 @@ class LaunchOptions:
         str | None, typer.Argument(help="As for serve. Default: the model of the server that runs at --url.")
     ] = None
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="For the agent.")] = None
-    url: Annotated[str | None, f"A server that runs already. Default: {URL}, if MODEL is served there."] = None
+    url: Annotated[str | None, f"URL of a running server. Default: {URL}, if MODEL is served there."] = None
     api_key: Annotated[str, "Of that server."] = "none"
-    show: Annotated[bool, typer.Option("--print", help="Print what would be run, and run nothing.")] = False
+    show: Annotated[bool, typer.Option("--print", help="Print the command without running it.")] = False
 
 
 @common.loading(*common.RUNNING, *common.KEEPING)

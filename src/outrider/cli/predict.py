@@ -41,7 +41,7 @@ class PredictOptions:
     ] = "auto"
     batch: Annotated[int, "Sequences at once."] = 1
     context: Annotated[int, "Tokens before the one being decoded."] = 1024
-    bits: Annotated[float | None, "Bits a weight. Default: as the checkpoint stores it."] = None
+    bits: Annotated[float | None, "Bits per weight. Default: as stored in the checkpoint."] = None
     as_json: common.AsJson = False
 
 

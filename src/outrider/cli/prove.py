@@ -21,11 +21,11 @@ class ProveOptions:
     model: common.Model
     prompts: Annotated[Path | None, "A .jsonl file of prompts (default: eight built in)."] = None
     count: Annotated[int, "How many prompts to use."] = 8
-    ks: Annotated[str, typer.Option("--k", help="Draft lengths to try, separated by commas.")] = "1,2,4,8,16"
-    temperatures: Annotated[str, "To try, separated by commas; 0 is greedy."] = "0,0.7,1.0"
+    ks: Annotated[str, typer.Option("--k", help="Draft lengths to try, comma-separated.")] = "1,2,4,8,16"
+    temperatures: Annotated[str, "Temperatures to try, comma-separated; 0 is greedy."] = "0,0.7,1.0"
     max_tokens: common.MaxTokens = 64
     seed: common.Seed = 7
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every case.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for every case.")] = False
     raw: Annotated[bool, "No chat template: continue the prompts as they are."] = False
     as_json: common.AsJson = False
 

@@ -17,7 +17,7 @@ from ..types import OutriderError, require
 from . import common
 from .common import err
 
-SEVERAL = f"{common.NAMES} Or name=MODEL. Several are loaded when asked for."
+SEVERAL = f"{common.NAMES} Or name=MODEL. Further models are loaded on their first request."
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=SEVERAL, autocompletion=common.model_names)]
 
 
@@ -25,12 +25,16 @@ Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=SEVERAL, a
 class ServeOptions:
     models: Models
     name: Annotated[str | None, "The model name clients use. Default: MODEL (a folder's last part)."] = None
-    memory: Annotated[float | None, "GiB for weights and K/V of several models. Default: 80 % of what is free."] = None
-    api_key: Annotated[str | None, "Clients must send it as a bearer token."] = None
-    otel_endpoint: Annotated[str | None, "Spans of requests go to this OTLP/HTTP collector."] = None
-    max_concurrent: Annotated[int | None, "Sequences that decode at once. Default: 254 on a GPU, else 8."] = None
-    allowed_origin: Annotated[list[str] | None, "A page of this origin may call, too (repeatable; * is any)."] = None
-    trusted_host: Annotated[list[str] | None, "A host name we may be called by on loopback (behind a proxy)."] = None
+    memory: Annotated[float | None, "GiB for the weights and K/V of all models. Default: 80 % of free memory."] = None
+    api_key: Annotated[str | None, "Key that clients must send as a bearer token."] = None
+    otel_endpoint: Annotated[str | None, "Send request traces to this OTLP/HTTP collector."] = None
+    max_concurrent: Annotated[int | None, "Maximum sequences decoding at once. Default: 254 on a GPU, else 8."] = None
+    allowed_origin: Annotated[
+        list[str] | None, "Allow cross-origin requests from this origin (repeatable; * allows any)."
+    ] = None
+    trusted_host: Annotated[
+        list[str] | None, "Accept this Host header on loopback, for use behind a proxy (repeatable)."
+    ] = None
     adapter: common.Adapters = None
 
 

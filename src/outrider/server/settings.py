@@ -19,41 +19,49 @@ NOT_NEGATIVE = ("max_queued", "max_prompt", "shutdown_grace", "finish_prompts")
 @dataclass(frozen=True)
 class ServerSettings:
     model_name: str
-    host: Annotated[str, "Address to listen on. Anything but loopback should have an API key."] = "127.0.0.1"
-    port: Annotated[int, "Port to listen on; 0: any free one, which is printed."] = 8000
+    host: Annotated[str, "Address to listen on. Set an API key for anything but loopback."] = "127.0.0.1"
+    port: Annotated[int, "Port to listen on; 0: a free one, printed at the start."] = 8000
     api_keys: tuple[str, ...] = ()  # in force at the start; `api_key` and those of the file
     api_key: str | None = None
-    api_key_file: Annotated[Path | None, "More keys, one a line; read again on SIGHUP."] = None
+    api_key_file: Annotated[Path | None, "File with further keys, one per line; reread on SIGHUP."] = None
     ssl_certfile: Annotated[Path | None, "Serve https with this certificate (PEM, with its chain)."] = None
-    ssl_keyfile: Annotated[Path | None, "Its key, where the certificate's file does not hold it."] = None
+    ssl_keyfile: Annotated[Path | None, "TLS private key, if not in --ssl-certfile."] = None
     otel_endpoint: str | None = None  # where spans go; None: there are none
     max_concurrent: int = 8  # sequences that decode at once
-    max_queued: Annotated[int, "Sequences that wait behind them; more get 429."] = 64
-    timeout: Annotated[float, "Seconds to get a turn; then without progress in the prompt; then for the answer."] = (
+    max_queued: Annotated[int, "Maximum waiting sequences; further requests get 429."] = 64
+    timeout: Annotated[float, "Maximum seconds in the queue, then without prefill progress, then for the answer."] = (
         600.0
     )
-    max_body: Annotated[int, "Most bytes of a request body; more get 413."] = 4 << 20
-    max_prompt: Annotated[int, "Most tokens of a prompt. 0: as many as the context holds."] = 0
+    max_body: Annotated[int, "Maximum bytes of a request body; larger ones get 413."] = 4 << 20
+    max_prompt: Annotated[int, "Maximum tokens of a prompt. 0: limited by the context only."] = 0
     max_choices: int = 16  # the largest n
     max_answers: int = 64  # of one /v1/completions call: prompts times n
     log_prompts: Annotated[bool, "Write prompts to the log (off: no prompt text is ever logged)."] = False
     log_level: Annotated[str, "debug | info | warning | error."] = "info"
-    log_json: Annotated[bool, "Logs as one JSON object a line."] = False
+    log_json: Annotated[bool, "Log one JSON object per line."] = False
     shutdown_grace: Annotated[float, "Seconds for running requests to finish on shutdown."] = 10.0
     allowed_origins: tuple[str, ...] = ()  # pages of these origins may call, besides our own; "*": all
     trusted_hosts: tuple[str, ...] = ()  # names we may be called by on loopback, besides localhost
-    trusted_proxies: Annotated[str, "Proxies (addresses, networks; by commas) whose X-Forwarded-For is believed."] = ""
-    root_path: Annotated[str, "The path a proxy serves us under."] = ""
-    max_connections: Annotated[int, "Open connections; at the cap the one that keeps us waiting longest goes."] = 512
-    request_timeout: Annotated[float, "Seconds for a request's head to arrive, and for its body."] = 30.0
-    idle_timeout: Annotated[float, "Seconds a connection stays open between requests."] = 60.0
-    stall_timeout: Annotated[float, "Seconds a client may leave its answer unread."] = 20.0
-    finish_prompts: Annotated[float, "Seconds that a long prompt is read on after its client left; 0: none."] = 600.0
-    allow_image_hosts: Annotated[str, "Hosts that images are fetched from: HOST or HOST:PORT, by commas."] = ""
-    runtime_adapters: Annotated[bool, "Clients may load (/v1/load_lora_adapter) and unload LoRA adapters."] = False
+    trusted_proxies: Annotated[
+        str, "Proxies whose X-Forwarded-For is trusted: addresses or networks, comma-separated."
+    ] = ""
+    root_path: Annotated[str, "Path prefix under which a proxy serves this server."] = ""
+    max_connections: Annotated[
+        int, "Maximum open connections; beyond it the slowest client's connection is closed."
+    ] = 512
+    request_timeout: Annotated[float, "Maximum seconds to receive a request's headers, and its body."] = 30.0
+    idle_timeout: Annotated[float, "Maximum idle seconds of a connection between requests."] = 60.0
+    stall_timeout: Annotated[float, "Maximum seconds a client may leave its answer unread."] = 20.0
+    finish_prompts: Annotated[
+        float, "Seconds to continue the prefill of a long prompt after its client disconnected; 0: none."
+    ] = 600.0
+    allow_image_hosts: Annotated[str, "Hosts from which images may be fetched: HOST or HOST:PORT, comma-separated."] = (
+        ""
+    )
+    runtime_adapters: Annotated[bool, "Allow clients to load and unload LoRA adapters (/v1/load_lora_adapter)."] = False
     record_prompt: Annotated[Path | None, "File for the longest prompt's system text and tools (for launch)."] = None
-    share_prefixes: Annotated[bool, "One API key's prompts may reuse K/V of another's: same answers."] = False
-    keep_prefixes: Annotated[float, "Minutes that a text's beginning stays in memory after its last use (CPU)."] = 5.0
+    share_prefixes: Annotated[bool, "Share the prefix cache between API keys. Answers stay the same."] = False
+    keep_prefixes: Annotated[float, "Minutes to keep unused prefix-cache pages in memory (CPU)."] = 5.0
 
     def __post_init__(self) -> None:
         require(bool(self.model_name), "the served model needs a name")

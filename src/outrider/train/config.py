@@ -150,7 +150,7 @@ class EvalConfig:
 
     prompts: Annotated[Path, "JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'."]
     limit: Annotated[int | None, "Use only N prompts, spread over the file."] = None
-    max_tokens: Annotated[int, "Most tokens to generate."] = 128
+    max_tokens: Annotated[int, "Maximum tokens to generate."] = 128
     temperature: Annotated[float, "0: greedy; else with the engine's coupled noise."] = 0.0
     raw: Annotated[bool, "No chat template."] = False
     full_head: Annotated[bool, "Score the whole vocabulary even if the drafter has a clustered head."] = False
