@@ -30,9 +30,10 @@ from .memory import KVBudget, KVOptions, spare_bytes
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
-from .prefill_budget import ROWS, PrefillBudget
+from .prefill_budget import PrefillBudget
 from .scheduler import Scheduler
 from .step import Emitted, Executor, PendingStep, Progress, Request, ScheduledSeq, Seq, pick
+from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
@@ -100,10 +101,8 @@ class Engine:
         self.executors = self._executors()
         trees = self.executors[0].trees
         self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)
+        self.timer = StepTimer(self.runner, self.prefill, self.policy)
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
-        self._last_read_at = 0.0
-        self._prompted = 0.0  # seconds spent on prompts before the present step
-        self._timed: list[Seq] = []  # the batch whose last step was timed
         # called when the host has nothing to do until the device is done with a step
         self.meanwhile: Callable[[], None] = lambda: None
         self._seqs: dict[str, Seq] = {}
@@ -243,7 +242,7 @@ class Engine:
             if item.plan.stop or item.plan.drop:
                 batch.trust = self.policy.trust(batch.decode)
                 break
-        self._prompted = self.runner.prompt_seconds
+        self.timer.begin()
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
             pending = executor.launch(plan) if batch.decode or batch.prompts else None
@@ -288,35 +287,7 @@ class Engine:
                     continue
                 item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
             self._commit(item, brought, now)
-        if pending.batch.decode:
-            self._observe_time(pending, now)
-
-    def _observe_time(self, pending: PendingStep, now: float) -> None:
-        """Report a step's time to prefill budget and controller. Where steps overlap (`async_results`) it is that
-        between two results; elsewhere, from its start to its commit. The controller learns nothing of overlapping steps
-        with prompt rows, and elsewhere nothing of the first step of a batch, which has cold caches."""
-        scheduled, prompts = pending.batch.decode, pending.batch.prompts
-        if pending.executor.async_results:
-            seconds, known = now - max(pending.began, self._last_read_at), not prompts
-            self._last_read_at = now
-            if pending.rows <= ROWS[-1]:
-                self.prefill.observe(pending.rows, seconds)
-        else:
-            seconds, known = self.clock() - pending.began, True  # with reading and committing
-            self.prefill.observe(0, seconds)
-            if prompts:
-                rows = sum(item.count for item in prompts)
-                self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
-        if not self.policy.controller.planned:
-            return
-        if not pending.executor.async_results:
-            before, self._timed = self._timed, [item.seq for item in scheduled]
-            known = before == self._timed
-        # The cost table holds the base model's steps, and trees of one sequence.
-        if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
-            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
-            observe = self.policy.controller.observe_step
-            observe(len(scheduled), pending.width, pending.context, seconds, drafter, pending.tree)
+        self.timer.observe(pending, now)
 
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
         """Append the accepted tokens to the sequence, cut at the end of the output, and return the event."""

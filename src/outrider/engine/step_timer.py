@@ -1,0 +1,55 @@
+"""Reports step times to the controller's cost table and to the prefill budget. Torch-free.
+
+Where steps overlap (`async_results`), the time of a step is that between two results; elsewhere, from its start to its
+commit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .prefill_budget import ROWS, PrefillBudget
+from .step import PendingStep, Seq
+
+if TYPE_CHECKING:
+    from .draft_policy import DraftPolicy
+    from .model_runner import ModelRunner
+
+
+class StepTimer:
+    def __init__(self, runner: ModelRunner, prefill: PrefillBudget, policy: DraftPolicy):
+        self.runner, self.prefill, self.policy = runner, prefill, policy
+        self._last_read_at = 0.0
+        self._prompted = 0.0  # seconds spent on prompts before the present step
+        self._timed: list[Seq] = []  # the batch whose last step was timed
+
+    def begin(self) -> None:
+        self._prompted = self.runner.prompt_seconds
+
+    def observe(self, pending: PendingStep, now: float) -> None:
+        """A step was read `now` and committed. Steps with prompt rows are not reported to the controller; nor, where
+        steps do not overlap, is the first step of a batch, which has cold caches."""
+        scheduled, prompts = pending.batch.decode, pending.batch.prompts
+        if not scheduled:
+            return
+        if pending.executor.async_results:
+            seconds, known = now - max(pending.began, self._last_read_at), not prompts
+            self._last_read_at = now
+            if pending.rows <= ROWS[-1]:
+                self.prefill.observe(pending.rows, seconds)
+        else:
+            seconds, known = self.runner.clock() - pending.began, True  # with reading and committing
+            self.prefill.observe(0, seconds)
+            if prompts:
+                rows = sum(item.count for item in prompts)
+                self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
+        if not self.policy.controller.planned:
+            return
+        if not pending.executor.async_results:
+            before, self._timed = self._timed, [item.seq for item in scheduled]
+            known = before == self._timed
+        # The cost table holds the base model's steps, and trees of one sequence.
+        if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
+            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
+            observe = self.policy.controller.observe_step
+            observe(len(scheduled), pending.width, pending.context, seconds, drafter, pending.tree)
