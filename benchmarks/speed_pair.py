@@ -59,18 +59,8 @@ def main() -> None:
         return
     if len(args.sources) != 2:
         parser.error("two source folders: the old one and the new one")
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        "--model",
-        args.model,
-        "--batch",
-        str(args.batch),
-        "--tokens",
-        str(args.tokens),
-    ]
-    command += ["--prompts", str(args.prompts), "--temperature", str(args.temperature)]
+    command = [sys.executable, __file__, "--child", "--model", args.model, "--batch", str(args.batch)]
+    command += ["--tokens", str(args.tokens), "--prompts", str(args.prompts), "--temperature", str(args.temperature)]
     pair = []
     for source in args.sources:
         env = {**os.environ, "PYTHONPATH": str(source.resolve())}

@@ -351,7 +351,7 @@ class ReferenceOps(TreeOps):
     def attend_block(
         self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
     ) -> Tensor:
-        """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (see `keys_values`),
+        """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (`keys_values`),
         before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `own`; each row
         sees the positions of `kv` before its block and the rows of `own` so far, as `attn` says -> [B·S, heads·D]."""
         spec, (size, kv_heads, _, dim) = attn.spec, own.keys.shape

@@ -259,7 +259,8 @@ class Follower:
             seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
             self._seqs[request.id] = seq
         for scheduled in (step.batch.prompts, step.batch.decode):
-            scheduled[:] = [item._replace(seq=self._seq(item.slot, item.seq)) for item in scheduled]  # type: ignore[arg-type]
+            for i, item in enumerate(scheduled):
+                scheduled[i] = item._replace(seq=self._seq(item.slot, item.seq))  # type: ignore[arg-type]
         self._batch = step.batch
 
     def _seq(self, slot: int, update: SeqUpdate) -> Seq:

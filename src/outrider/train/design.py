@@ -141,7 +141,7 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
 
 
 def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> the factor that makes y of x; ridge: how far it is held back."""
+    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> the factor from x to y; ridge: how far it is held back."""
     damp = ridge * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
     return torch.linalg.solve((gram + damp).double(), cross.double()).float()
 
