@@ -53,7 +53,7 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
 
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add to each (GATED: and to up), [mc, 16] */
 INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *const *change, float *tile) {
-    float up[TILE_ROWS * LANES];
+    _Alignas(64) float up[TILE_ROWS * LANES];
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
@@ -79,7 +79,7 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
 
 /* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
 static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last) {
-    float tile[2][TILE_ROWS * LANES], x[2 * LANES];
+    _Alignas(64) float tile[2][TILE_ROWS * LANES], x[2 * LANES];
     _Alignas(64) float changes[CHANGES * LANES];
     for (int base = first; base < last; base += BLOCK_ROWS) {
         const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last, rows = end - base;
