@@ -32,7 +32,8 @@ from outrider.ops.reference import ReferenceOps
 from outrider.parallel import Leader, ProcessGroup, follow, join
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.weights import hub, load_target
+from outrider.weights import hub
+from outrider.weights.load import load_target
 
 PROMPT = [5, 17, 40, 3, 22, 9, 31, 8, 60, 2, 11, 45, 7, 30]
 

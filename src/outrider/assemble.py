@@ -41,9 +41,10 @@ from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter, DrafterPair
 from .spec.mtp import MTPDrafter
 from .types import OutriderError
-from .weights import hub, load_drafter, load_target
+from .weights import hub
 from .weights.adapter import load_adapter
 from .weights.files import Files, check_draft_model, fingerprint, text_files
+from .weights.load import load_drafter, load_target
 from .weights.vision import has_vision, load_vision, vision_config
 
 log = logging.getLogger("outrider")

@@ -28,7 +28,8 @@ from .engine.step import Request
 from .engine.text import Messages, Tokenizer
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
 from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams, bad_input, require
-from .weights import check_shares, hub
+from .weights import hub
+from .weights.load import check_shares
 
 log = logging.getLogger("outrider")
 Image = Any  # a path, the bytes of a file, a PIL image or a uint8 array [h, w, 3]

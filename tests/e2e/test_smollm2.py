@@ -21,7 +21,8 @@ from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.models.decoder import TextModel
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
-from outrider.weights import hub, load_target
+from outrider.weights import hub
+from outrider.weights.load import load_target
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TEXTS = (

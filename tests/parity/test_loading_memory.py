@@ -20,7 +20,7 @@ from tests import quantised, tiny
 from outrider.ops.formats import base
 from outrider.ops.triton import TritonOps
 from outrider.ops.triton.repack import QuantWeight
-from outrider.weights import load_target
+from outrider.weights.load import load_target
 
 
 class Peak(TorchDispatchMode):

@@ -19,7 +19,7 @@ from outrider.models.decoder import TextModel
 from outrider.models.names import normalise, tensor_plan
 from outrider.ops.reference import ReferenceOps, as_tensor
 from outrider.types import OutriderError
-from outrider.weights import load_target
+from outrider.weights.load import load_target
 
 SIZES = {
     "llama": dict(hidden_size=128, intermediate_size=128, head_dim=32, num_hidden_layers=2),

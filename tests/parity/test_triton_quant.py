@@ -27,7 +27,7 @@ from outrider.ops.triton.quant import quant_linear  # noqa: E402
 from outrider.ops.triton.quant_config import QuantTile, fit  # noqa: E402
 from outrider.ops.triton.repack import Codes, Parts, QuantWeight, repack  # noqa: E402
 from outrider.ops.triton.wna16_gemv import WNA16Gemv  # noqa: E402
-from outrider.weights import load_target  # noqa: E402
+from outrider.weights.load import load_target  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32

@@ -18,8 +18,8 @@ from tests.unit.weights import ggufs
 
 from outrider.engine.text import Tokenizer
 from outrider.types import OutriderError
-from outrider.weights import load_target
 from outrider.weights.files import fingerprint, from_gguf
+from outrider.weights.load import load_target
 
 ROUNDS, SEED = 500, 20
 

@@ -58,7 +58,7 @@ from outrider.parallel import ProcessGroup, join
 from outrider.parallel import process_group as team_module
 from outrider.parallel.broadcast import BroadcastExecutor
 from outrider.types import SamplingParams
-from outrider.weights import load_target
+from outrider.weights.load import load_target
 
 K = 4
 

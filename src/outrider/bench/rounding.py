@@ -21,7 +21,7 @@ from ..models.decoder import TextModel
 from ..ops.formats import MODES, DeviceWeight, rounded_to
 from ..ops.reference import Backend, ReferenceOps
 from ..types import require
-from ..weights import load_target
+from ..weights.load import load_target
 
 MOST = 512  # tokens of the sample
 

@@ -19,7 +19,6 @@ from ..models.config import DrafterConfig, ForeignDict
 from ..models.vision_config import VisionConfig
 from ..spec import acceptance
 from ..types import OutriderError, require
-from ..weights.files import translate
 from . import common
 from .common import out
 from .inspect import per_weight, read
@@ -59,6 +58,8 @@ def predict(asked: PredictOptions) -> None:
     sensible = asked.batch >= 1 and asked.context >= 1 and (asked.bits is None or asked.bits > 0)
     require(sensible, "--batch and --context must be at least 1, --bits positive")
     require(asked.model != "", "predict what? name a model: outrider predict google/gemma-4-31B-it")
+    from ..weights.files import translate  # needs torch, which --help does not
+
     files, config, kept = read(asked.model)
     size = per_weight(config, kept) if asked.bits is None else asked.bits / 8
     if asked.gpu == "here":
@@ -87,7 +88,7 @@ def predict(asked: PredictOptions) -> None:
 def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:
     """The drafter's configuration and, where it lies on this disk, its acceptance profile. Nothing is fetched."""
     from ..weights import hub
-    from ..weights.files import fingerprint
+    from ..weights.files import fingerprint, translate
 
     where = hub.auto_drafter(asked.model)[0] if asked.drafter == "auto" else asked.drafter
     local = where is not None and Path(where).exists()

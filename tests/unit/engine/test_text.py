@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from outrider.engine.text import LONG, Detokenizer, Tokenizer
 from outrider.types import OutriderError
-from outrider.weights import hub, text_files
+from outrider.weights import hub
+from outrider.weights.files import text_files
 
 TEXTS = (
     "Hello, world",

@@ -17,8 +17,7 @@ from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.names import tensor_plan
 from outrider.models.split import Shards, TPRank, heads_of, piece, split_drafter, split_target
 from outrider.types import OutriderError
-from outrider.weights import load_target
-from outrider.weights.load import shard_tensor
+from outrider.weights.load import load_target, shard_tensor
 
 WIDE = {**LLAMA, "hidden_size": 64, "head_dim": 32, "intermediate_size": 512, "vocab_size": 320}
 SMOLLM2 = {

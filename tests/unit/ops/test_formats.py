@@ -28,7 +28,7 @@ from outrider.ops.formats import (
 from outrider.ops.formats.blocks import blocks_of
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
-from outrider.weights import load_target
+from outrider.weights.load import load_target
 from outrider.weights.quant_scheme import METHODS
 
 torch.manual_seed(0)

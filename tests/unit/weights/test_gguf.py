@@ -22,8 +22,9 @@ from outrider.ops.formats import Weight
 from outrider.ops.formats.gguf import BLOCKS, dequantize
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
-from outrider.weights import hub, load_target
+from outrider.weights import hub
 from outrider.weights.files import fingerprint
+from outrider.weights.load import load_target
 
 ARCHS = {
     "llama": "llama", "llama3": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",

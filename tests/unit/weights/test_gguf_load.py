@@ -20,9 +20,9 @@ from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight
-from outrider.weights import load_drafter, load_target
 from outrider.weights.gguf_config import ORDERING, hf_name
 from outrider.weights.hub import auto_drafter
+from outrider.weights.load import load_drafter, load_target
 
 QWEN: dict[str, Any] = dict(
     model_type="qwen2", vocab_size=320, hidden_size=256, num_hidden_layers=8, num_attention_heads=4,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 CODE = """
 import sys, torch
-from outrider.weights import load_target
+from outrider.weights.load import load_target
 def kilobytes(key):  # VmHWM, not ru_maxrss: that one starts at the size of the parent process
     return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1])
 base = kilobytes("VmRSS")

@@ -18,9 +18,9 @@ from outrider.models.names import ignored, tensor_plan
 from outrider.ops.backend import Capabilities
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
-from outrider.weights import hub, load_drafter, load_target
+from outrider.weights import hub
 from outrider.weights.files import fingerprint
-from outrider.weights.load import SLICE, dummy_weights
+from outrider.weights.load import SLICE, dummy_weights, load_drafter, load_target
 
 FILE = "model.safetensors"
 

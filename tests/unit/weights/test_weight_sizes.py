@@ -17,7 +17,8 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import BLOCKS, Float8Format, Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, base
 from outrider.ops.triton import TritonOps
 from outrider.ops.triton.repack import repack
-from outrider.weights import hub, load_target
+from outrider.weights import hub
+from outrider.weights.load import load_target
 from outrider.weights.sizes import LAYOUTS, layout_of, stored_size
 
 ROWS, COLUMNS = 200, 768  # rows that are no whole tiles of 64
