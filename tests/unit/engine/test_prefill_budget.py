@@ -89,7 +89,7 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
 
     engine = tiny_engine(prefill_chunk=64, max_context=1024)
     prefill = PrefillBudget(64, with_decodes=4, choices=range(4, 65, 4))
-    engine.scheduler.prefill = engine.prefill = prefill
+    engine.scheduler.prefill = engine.timer.prefill = prefill
     now, real = [0.0], engine.runner.run
 
     def prompts(scheduled):  # type: ignore[no-untyped-def]
