@@ -136,7 +136,7 @@ class Given:
         for seq in self.slots:
             ours.store.reserve(seq, CONTEXT + 64)
         self.features = torch.zeros((16, ours.config.hidden))
-        self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, ())
+        self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, (), None)
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
     def run(self, rows: int, adapters: Sequence[Adapter | None]) -> None:
