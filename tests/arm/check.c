@@ -41,7 +41,7 @@ static void check_format(ThreadPool *one, ThreadPool *three, int kind) {
     static int8_t q[K];
     static int16_t wide[K];
     static Blk blk[K / 32];
-    const Acts acts = {.k = K, .q = q, .blk = blk, .wide = wide};
+    const QActs acts = {.k = K, .q = q, .blk = blk, .wide = wide};
     uint8_t *file = malloc((size_t)N * (K / 32 / k_blocks(kind)) * raw_bytes(kind));
     random_rows(kind, N, K, file);
     Weight w = packed(three, kind, N, K, file), in_file = {W_FILE, N, K, kind, file, NULL};

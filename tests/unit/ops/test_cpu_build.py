@@ -37,6 +37,14 @@ def test_kernels_of_a_gpu_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
             choose("cpu", name)
 
 
+def test_the_check_for_arm_knows_the_kernels() -> None:
+    """`make test-arm` needs a cross compiler, so nothing else noticed renamed types."""
+    check = Path(__file__).parents[2] / "arm" / "check.c"
+    command = [build.compiler(), "-fsyntax-only", *build.COMMON.split(), str(check)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in build.HERE.glob("*.[ch]")))
 def test_a_change_to_any_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = build.file_name("generic")
