@@ -37,6 +37,19 @@ def test_kernels_of_a_gpu_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
             choose("cpu", name)
 
 
+def test_a_call_that_lacks_memory_raises() -> None:
+    """The functions are found by the name of their first parameter; renamed in C, their results were ignored."""
+    library = CpuOps(threads=1).lib
+    for name in ("or_forward", "or_decode_step", "or_draft", "or_draft_model_steps", "or_attend", "or_filter"):
+        function = getattr(library, name)
+        with pytest.raises(MemoryError, match=name):
+            function.errcheck(1, function, ())
+        function.errcheck(0, function, ())
+    pool = library.or_pool_new(3)
+    assert library.or_pool_size(pool) == 3, "this one returns a number"
+    library.or_pool_free(pool)
+
+
 def test_the_check_for_arm_knows_the_kernels() -> None:
     """`make test-arm` needs a cross compiler, so nothing else noticed renamed types."""
     check = Path(__file__).parents[2] / "arm" / "check.c"

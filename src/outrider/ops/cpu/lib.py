@@ -76,8 +76,8 @@ def out_of_memory(result: int, function: Any, _: object) -> None:
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """The functions' signatures: structs are passed as they are, other pointers as addresses. What runs on a team and
-    returns an int lacked memory where that is not 0."""
+    """The functions' signatures: structs are passed as they are, other pointers as addresses. What runs on a thread
+    pool and returns an int lacked memory where that is not 0."""
     structs = {f"{name} *": POINTER(made) for name, made in STRUCTS.items()}
     for result, star, name, given in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
         given = [one for one in given.split(",") if one != "void"]
@@ -85,7 +85,7 @@ def declare(lib: ctypes.CDLL) -> None:
         function.restype = c_void_p if star else NUMBERS.get(result)
         kinds = [re.sub(r"^const |\w+$", "", one.strip()).strip() for one in given]
         function.argtypes = [structs.get(kind, c_void_p) if "*" in kind else NUMBERS[kind] for kind in kinds]
-        if result == "int" and given and given[0] == "ThreadPool *team":
+        if result == "int" and given and given[0].startswith("ThreadPool *"):
             function.errcheck = out_of_memory
 
 
