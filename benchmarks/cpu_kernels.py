@@ -44,12 +44,12 @@ PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17
 class Stopwatch:
     """Repetitions of named pieces of work, in milliseconds."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter, rest: float = 0.05) -> None:
         self.times: dict[str, list[float]] = {}
-        self.now = now
+        self.now, self.rest = now, rest
 
     def run(self, name: str, work: Callable[[], Any], repeat: int) -> None:
-        time.sleep(0.05)  # whoever ran before may still have threads that spin: let them fall asleep
+        time.sleep(self.rest)  # until the threads of the peer that ran before no longer spin
         work()
         for _ in range(repeat):
             start = self.now()
@@ -160,7 +160,7 @@ def adapted(ours: OurKernels, rank: int, repeat: int, rounds: int) -> None:
     """Turn about, four cycles each: ratios of neighbours, so that a busy moment meets both. One sequence, and eight
     with an adapter each."""
     adapters = [random_adapter(ours, rank, i) for i in range(8)]
-    clock = Stopwatch(time.thread_time if ours.ops.threads == 1 else time.perf_counter)
+    clock = Stopwatch(time.thread_time if ours.ops.threads == 1 else time.perf_counter, rest=0.0)
     print(f"adapter of rank {rank}: {adapters[0].nbytes / 1e6:.1f} MB")
     for count, sizes in ((1, PASS_ROWS), (8, (5,))):
         given = Given(ours, count)
@@ -171,7 +171,10 @@ def adapted(ours: OurKernels, rank: int, repeat: int, rounds: int) -> None:
                 clock.pairs(one, base, two, work, repeat)
             clock.show(one)
             clock.show(two, one)
-            print(f"  best by best {min(clock.times[two]) / min(clock.times[one]):.3f} x")
+            plain, changed = clock.times[one], clock.times[two]
+            turns = sorted(min(changed[i : i + 4]) / min(plain[i : i + 4]) for i in range(0, len(plain), 4))
+            quarter = len(turns) // 4
+            print(f"  turn by turn {statistics.median(turns):.3f} x ({turns[quarter]:.3f} to {turns[-1 - quarter]:.3f})")
 
 
 def read_speed(threads: int) -> float:

@@ -82,14 +82,10 @@ static void residual_phase(ThreadPool *pool, int me, const Run *run, View *v, co
 static const LowRankRows *shrink(ThreadPool *pool, int me, const Run *run, int which, const int32_t *of, const QActs *x, int rows,
                                  LowRankRows *out) {
     const Adapters *a = &run->call.adapters;
-    int changed = 0;
-    for (int i = 0; i < a->count; i++) {
-        changed |= a->table[i][which].a.n;
-        for (int at = 0; at < 3; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
-    }
-    if (!changed) return NULL;
-    *out = (LowRankRows){pool, a->table, of, run->low, which, run->low_ld};
-    out->own = run->own && shrink_tasks(out, rows) < 2 * pool->size; /* shared out, so few would make members wait for each other */
+    *out = (LowRankRows){pool, a->table, of, run->low, run->low_ld, run->call.stack->layers * LR_COUNT, 0, run->own};
+    for (int i = 0; i < a->count; i++)
+        for (int at = 0; at < 2; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
+    if (!a->count || !lowrank_select(out, which, rows)) return NULL;
     if (out->own) out->low += (long)me * run->call.batch.rows * run->low_ld;
     shrink_phase(out, me, x, rows);
     return out;

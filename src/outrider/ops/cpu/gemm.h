@@ -51,8 +51,8 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
     b->found = vf_hmax(vf_load(b->value));
 }
 
-/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add to each (GATED: and to up), [mc, 16] */
-INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *const *change, float *tile) {
+/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add, [mc, 16], and behind CHANGES groups what they add to up */
+INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *change, float *tile) {
     _Alignas(64) float up[TILE_ROWS * LANES];
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
@@ -63,10 +63,10 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
     for (int m = 0; m < mc; m++) {
         const long row = m0 + m;
         vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
-        if (to->low) y = vf_add(y, vf_load(change[0] + LANES * m));
+        if (to->low) y = vf_add(y, vf_load(change + LANES * m));
         if (to->how == TO_GATED) {
             vf v = add_bias(vf_load(up + LANES * m), to->bias, n + at, left);
-            if (to->low) v = vf_add(v, vf_load(change[1] + LANES * m));
+            if (to->low) v = vf_add(v, vf_load(change + LANES * (CHANGES + m)));
             y = vf_mul(vf_act(y, to->act), v);
         } else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
         else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
@@ -77,22 +77,30 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
     }
 }
 
+/* What adapters add to units from..past-1 of the block of rows at `base`. Computed for as much of a member's share as fits, not piece by piece: whenever
+ * a core turns from the weights to B and back, memory is idle for a while. */
+typedef struct {
+    int base, from, past, end; /* end: of the share, beyond which another member computes */
+    _Alignas(64) float at[2][CHANGES * LANES]; /* [units][wide][rows][16]; GATED: up's in the second */
+} Changes;
+
 /* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
-static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last) {
+static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last, Changes *c) {
     _Alignas(64) float tile[2][TILE_ROWS * LANES], x[2 * LANES];
-    _Alignas(64) float changes[CHANGES * LANES];
     for (int base = first; base < last; base += BLOCK_ROWS) {
         const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last, rows = end - base;
-        const int ahead = CHANGES / (2 * wide * rows); /* units whose changes are computed at once */
         for (int u = lo; u < hi; u++) {
-            const int now = to->low ? (u - lo) % ahead : 0;
-            for (int up = 0; to->low && !now && up <= (to->how == TO_GATED); up++)
-                expand_groups(to->low, u * wide + up * (n / LANES), (hi - u < ahead ? hi - u : ahead) * wide, base, rows, changes + up * (CHANGES / 2) * LANES);
+            if (to->low && (base != c->base || u < c->from || u >= c->past)) {
+                const int most = CHANGES / (wide * rows), stop = last - first > BLOCK_ROWS ? hi : c->end; /* one block of rows is kept */
+                c->base = base; c->from = u; c->past = stop - u < most ? stop : u + most;
+                for (int up = 0; up <= (to->how == TO_GATED); up++)
+                    expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows, c->at[up]);
+            }
             for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
                 const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
                 for (int half = 0; half < wide; half++) {
-                    const float *const change = changes + ((long)(now * wide + half) * rows + m0 - base) * LANES;
-                    product_group(w, a, to, n, u * wide + half, m0, mc, (const float *[]){change, change + (CHANGES / 2) * LANES}, tile[half]);
+                    const float *change = to->low ? c->at[0] + ((long)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
+                    product_group(w, a, to, n, u * wide + half, m0, mc, change, tile[half]);
                 }
                 for (int m = 0; to->quantised && m < mc; m++) {
                     const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
@@ -113,6 +121,8 @@ static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs
     const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
     const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
     const int by_rows = rows >= SPLIT_ROWS * pool->size;
+    Changes changes;
+    changes.base = -1;
     for (int i = 0; i < pool->size; i++) { /* the member's own share first, then the others' */
         const int of = (me + i) % pool->size;
         int lo, hi, lo2 = 0, hi2 = 0;
@@ -123,11 +133,13 @@ static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs
         if (!all) continue;
         for (int at = 0, piece; (piece = pool->size == 1 ? (at ? -1 : 0) : pool_claim(pool, of, (all + grain - 1) / grain)) >= 0; at++) {
             const int from = piece * grain, past = from + grain < all ? from + grain : all;
-            if (by_rows) { product_units(w, a, to, n, wide, 0, units, lo + from, lo + past); continue; }
-            if (from < front) product_units(w, a, to, n, wide, lo + from, lo + (past < front ? past : front), 0, rows);
-            if (past > front)
-                product_units(w, a, to, n, wide, cut + lo2 + (from > front ? from : front) - front, cut + lo2 + past - front, 0, rows);
+            const int split = past < front ? past : front, rest = cut + lo2 - front; /* from `front` on, units of the second part */
+            changes.end = by_rows ? units : i ? lo + split : hi;
+            if (by_rows) { product_units(w, a, to, n, wide, 0, units, lo + from, lo + past, &changes); continue; }
+            if (from < front) product_units(w, a, to, n, wide, lo + from, lo + split, 0, rows, &changes);
+            changes.end = i ? rest + past : cut + hi2;
+            if (past > front) product_units(w, a, to, n, wide, rest + (from > front ? from : front), rest + past, 0, rows, &changes);
         }
     }
-    if (to->low) lowrank_ahead(to->low, me, rows);
+    if (to->low) lowrank_ahead(*to->low, me, rows);
 }

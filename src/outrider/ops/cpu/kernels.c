@@ -133,7 +133,7 @@ int or_lowrank(ThreadPool *pool, const LowRank *p, const float *x, int rows, int
     const size_t low = UP((size_t)rows * ld * sizeof(Low));
     pool_begin(pool);
     char *at = pool_scratch(pool, low + acts_bytes(rows, p->a.k));
-    LowRankJob job = {{pool, &p, NULL, (Low *)at, 0, ld}, {0}, rows, groups, y};
+    LowRankJob job = {{pool, &p, NULL, (Low *)at, ld, 1}, {0}, rows, groups, y};
     if (at) {
         job.x = acts_at(at + low, rows, p->a.k, x, p->a.k);
         for (int r = 0; p->a.kind != W_DENSE && r < rows; r++) acts_row(&job.x, r);

@@ -1,9 +1,9 @@
 /* Low-rank adapters next to a weight: y += scale · B (A x), for the rows of a pass that use one.
  *
- * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other; then come what B adds
- * to many outputs at once (`expand_groups`) and the tiles to which it is added. Between the two a member waits only for A x, at no barrier, or does it all itself. The
- * order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row, or a part of a fused weight, without a
- * change keeps its bits.
+ * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other. Then every thread computes
+ * what B adds to as much of its share of the outputs as fits into a buffer (`expand_groups`), and the tiles to which that is added. It waits only for
+ * A x, at no barrier, or computes all of A x itself. The order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row,
+ * or a part of a fused weight, without a change keeps its bits.
  */
 #pragma once
 #include "attend.h"
@@ -18,8 +18,6 @@ typedef struct { /* the outputs of one matrix of a fused weight */
 typedef struct {   /* the change of one weight */
     Weight a;              /* [rank, k], W_Q8 where the activations are quantised, else dense; n = 0: none */
     const uint8_t *b;      /* of every piece [groups] of 16 float32 scales and [rank][16 outputs] in the type of A; W_Q8: [rank / 2][16][2] int8 */
-    const char *next;      /* the A that the pass reads next: `lines` lines of 64 bytes, with its scales and the first of its B */
-    int64_t lines;
     LowRankPiece piece[3]; /* q, k, v; gate, up */
 } LowRank;
 
@@ -41,8 +39,9 @@ typedef struct { /* what a product's answers get added */
     const LowRank *const *table;
     const int32_t *of; /* see Adapters.of; NULL: all rows are of adapter 0 */
     Low *low;          /* [rows, ld] A x */
-    long which, ld;    /* ld: groups of 16 */
-    int own;           /* `low` is the member's own, and all of it its work */
+    long ld;           /* groups of 16 */
+    int past, which;   /* changes of a table, one past the last; the one that is meant */
+    int private, own;  /* members may all compute all of A x, each for itself; they do */
 } LowRankRows;
 
 #define AHEAD 4096 /* bytes: B is read in one stream, which the weights between its groups interrupt */
@@ -63,27 +62,43 @@ INLINE void low_store(Low *to, const float *x, int coded) {
     to->d = top / 32767.0f;
 }
 
-/* Groups of A x. */
-static int shrink_tasks(const LowRankRows *l, int rows) {
+/* Prepare the change `which` for the first `rows` rows; false: no adapter has it. */
+static int lowrank_select(LowRankRows *l, int which, int rows) {
     int tasks = 0;
+    l->which = which;
     for (int m = 0, run; m < rows; m += run) {
         const LowRank *p = lowrank_run(l, m, rows - m < TILE_ROWS ? rows - m : TILE_ROWS, &run);
         if (p) tasks += w_groups(&p->a);
     }
+    l->own = l->private && tasks < 2 * l->pool->size; /* shared out, so few would make members wait for each other */
     return tasks;
 }
-/* A member's share of A x. */
+INLINE void fetch(const uint8_t *at, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+/* A member's share of A x; without x: its A is fetched into the second-level cache. */
 static void shrink_phase(const LowRankRows *l, int me, const QActs *x, int rows) {
     float tile[TILE_ROWS * LANES];
+    const int most = x ? TILE_ROWS : rows;
     for (int m = 0, task = 0, run; m < rows; m += run) {
-        const LowRank *p = lowrank_run(l, m, rows - m < TILE_ROWS ? rows - m : TILE_ROWS, &run);
+        const LowRank *p = lowrank_run(l, m, rows - m < most ? rows - m : most, &run);
+        const int coded = p && p->a.kind == W_Q8;
         for (int g = 0; p && g < w_groups(&p->a); g++) {
             if (task++ % l->pool->size != me && !l->own) continue;
+            if (!x) {
+                if (coded) { fetch(w_data(&p->a, g), LANES * (size_t)p->a.k); fetch(w_scale(&p->a, g), (size_t)p->a.k); }
+                continue;
+            }
             product_tile(&p->a, g, x, m, run, tile);
-            for (int i = 0; i < run; i++) low_store(l->low + (m + i) * l->ld + g, tile + LANES * i, p->a.kind == W_Q8);
+            for (int i = 0; i < run; i++) low_store(l->low + (m + i) * l->ld + g, tile + LANES * i, coded);
         }
     }
-    if (!l->own) pool_ready(l->pool);
+    if (x && !l->own) pool_ready(l->pool);
+}
+/* When a member has done a product: the A that it reads next, since the row work between the two leaves memory idle. */
+static void lowrank_ahead(LowRankRows next, int me, int rows) {
+    while (++next.which < next.past)
+        if (lowrank_select(&next, next.which, rows)) { shrink_phase(&next, me, NULL, rows); return; }
 }
 
 #define EXPAND_ROWS 5 /* at once: their sums stay in registers */
@@ -106,7 +121,7 @@ INLINE void expand_floats(int dtype, int MT, int rank, const uint8_t *b, const f
 }
 /* The same in integers, sixteen ranks at a time. */
 INLINE void dot_low(int MT, int pairs, const uint8_t *b, const Low *low, long ld, vf *sum) {
-    const int chains = MT < 3 ? 2 : 1; /* of dependent sums for each row: their order does not matter */
+    const int chains = MT < 3 || TILE_ROWS > 5 ? 2 : 1; /* of dependent sums for each row, as registers allow: their order does not matter */
     vi dot[2][EXPAND_ROWS];
     UNROLL for (int m = 0; m < MT; m++) dot[0][m] = dot[1][m] = vi_set(0);
     UNROLL for (int i = 0; i < pairs; i++) {
@@ -146,7 +161,7 @@ INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8
 }
 #undef EXPAND
 
-#define CHANGES (4 * BLOCK_ROWS) /* groups of a row: gate and up of 32 outputs fit for all rows of a block */
+#define CHANGES (2 * BLOCK_ROWS) /* groups of a row: 32 outputs fit for all rows of a block */
 
 /* change[groups][rows][16]: what groups g.. of rows m0.. get added; minus zero, which changes no bit, where there is no adapter. Several groups
  * at once: B is one stream, and which rows and matrices are changed is looked up once. */
@@ -173,14 +188,5 @@ static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int r
             else EXPAND(DT_BF16);
 #undef EXPAND
         }
-    }
-}
-
-/* A member's share of the A that the pass reads next, prefetched when its products are done: the row work that comes first leaves memory idle. */
-static void lowrank_ahead(const LowRankRows *l, int me, int rows) {
-    for (int m = 0, run, lo, hi; m < rows; m += run) {
-        const LowRank *p = lowrank_run(l, m, rows - m, &run);
-        if (p) pool_share(l->pool, me, p->lines, &lo, &hi);
-        for (; p && lo < hi; lo++) __builtin_prefetch(p->next + 64L * lo, 0, 2);
     }
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, Structure, c_int32, c_void_p
 from dataclasses import replace
-from itertools import pairwise
 from math import frexp
 
 import torch
@@ -19,7 +18,6 @@ from .lib import DTYPES, CAdapters, CLowRank, PackedKind, at
 from .memory import HUGE, Arena
 from .packing import LANES, PackedWeight, Packer, dense_rows
 
-AHEAD = 4096  # of lowrank.h
 NAMES = ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")  # of a layer's weights, in the order of lowrank.h
 
 
@@ -88,11 +86,7 @@ def table(adapter: Adapter, layers: int) -> Array[Structure] | None:
     found = [adapter.parts.get(name) for name in names]
     if sum(part is not None and isinstance(part.a, PackedWeight) for part in found) < len(adapter.parts):
         return None
-    made = (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
-    changed = [(c, part.a) for c, part in zip(made, found) if part is not None]
-    for (c, _), (after, a) in pairwise(changed):
-        c.next, c.lines = after.a.data, (a.nbytes + AHEAD) // 64  # of A's rows, its scales and the first of B
-    return made
+    return (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
 
 
 class PassAdapters:

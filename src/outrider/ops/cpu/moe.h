@@ -47,7 +47,7 @@ static void experts_phase(ThreadPool *pool, int me, const Weight *w, int experts
         if (end > lo && at < hi) {
             const Weight one = expert_of(w, experts, e);
             const long from = lo <= at ? 0 : (lo - at + cost - 1) / cost, past = hi >= end ? units : (hi - at + cost - 1) / cost;
-            if (past > from) product_units(&one, a, to, n, wide, (int)from, (int)past, first[e], first[e + 1]);
+            if (past > from) product_units(&one, a, to, n, wide, (int)from, (int)past, first[e], first[e + 1], NULL);
         }
         at = end;
     }
