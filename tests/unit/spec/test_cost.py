@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import statistics
 
 import pytest
 from tests.costs import linear
@@ -173,15 +174,19 @@ def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
 @pytest.mark.parametrize("wrong", [(4, 4), (1, CURVE_LENGTH)], ids=["K = 4", "every draft"])
 def test_choices_recover_from_a_table_measured_at_a_bad_moment(wrong):
     """The controller itself decides what is tried. After the first prompts it must be near the speed of the right
-    table."""
+    table, in the middle one of five runs: a single run depends on which drafts happen to be tried."""
     true = linear(3e-3, 4e-4, {"mtp": 2e-4})
     verify = [true.verify(1, k, 100) * (3.0 if wrong[0] <= k <= wrong[1] else 1.0) for k in range(CURVE_LENGTH)]
-    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(CURVE_LENGTH)]}})
-    traces = synthetic(40, 5, easiness=(0.55, 0.9), confident=True)
-    late = [trace.id for trace in traces[20:]]
-    ours = replay(traces, Controller(table, ("mtp",)), true, noise=0.1)
-    best = replay(traces, Controller(true, ("mtp",)), true)
-    assert sum(best.seconds[i] for i in late) / sum(ours.seconds[i] for i in late) > 0.9
+
+    def recovered(seed: int) -> float:
+        traces = synthetic(40, seed, easiness=(0.55, 0.9), confident=True)
+        late = [trace.id for trace in traces[20:]]
+        table = CostTable({(1, 0): list(verify)}, {"mtp": {1: [2e-4 * k for k in range(CURVE_LENGTH)]}})
+        ours = replay(traces, Controller(table, ("mtp",)), true, noise=0.1, seed=seed)
+        best = replay(traces, Controller(true, ("mtp",)), true)
+        return sum(best.seconds[i] for i in late) / sum(ours.seconds[i] for i in late)
+
+    assert statistics.median(recovered(seed) for seed in range(5)) > 0.9
 
 
 def test_a_draft_that_was_dropped_says_nothing_of_plain_steps():
