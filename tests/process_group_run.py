@@ -47,26 +47,26 @@ def logits(model: Any) -> Tensor:
     return torch.cat((first, more))
 
 
-def compare(case: dict[str, Any], team: ProcessGroup) -> dict[str, Any]:
-    config, weights, _ = load_target(case["model"], tp=team.tp)
-    mine = logits(TextModel(config, weights, ReferenceOps(), team))
+def compare(case: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
+    config, weights, _ = load_target(case["model"], tp=group.tp)
+    mine = logits(TextModel(config, weights, ReferenceOps(), group))
     whole_config = ModelConfig.from_hf(hub.resolve(case["model"]).config)
-    _, cuts = split_target(whole_config, TPRank(0, team.tp.world), lambda name: 1)
+    _, cuts = split_target(whole_config, TPRank(0, group.tp.world), lambda name: 1)
     size = lambda held: sum(held[name].nbytes for name in cuts if name in held)
-    most = -team.all_reduce_min([-size(weights)])[0]  # what the fullest process holds
-    if team.tp.rank:
+    most = -group.all_reduce_min([-size(weights)])[0]  # what the fullest process holds
+    if group.tp.rank:
         return {}
     _, whole, _ = load_target(case["model"])
     want = logits(TextModel(whole_config, whole, ReferenceOps()))
     return {"off": float((mine - want).abs().max()), "largest": float(want.abs().max()), "share": most / size(whole)}
 
 
-def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
+def engine(case: dict[str, Any], group: ProcessGroup, graphs: bool) -> Engine:
     """graphs: by the executor that captures steps on a GPU; here the captured function itself runs, one step ahead of
     the host."""
     ops, cpu = CpuOps(1), torch.device("cpu")
-    config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=team.tp)
-    target = TextModel(config, weights, ops, team)
+    config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=group.tp)
+    target = TextModel(config, weights, ops, group)
     drafter, names, _ = pick_drafter(
         hub.resolve(case["model"]), LoadSettings(drafter=case.get("drafter", "ngram")), target, torch.float32
     )
@@ -98,25 +98,25 @@ def answers(made: Engine, drafter: bool, tag: str) -> list[list[int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    team, found = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv]), {}
+    group, found = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv]), {}
     for case in json.loads(Path(sys.argv[2]).read_text()):
-        one = found[case["name"]] = compare(case, team)
+        one = found[case["name"]] = compare(case, group)
         if case.get("plain"):
             continue
-        made = engine(case, team, graphs=False)
+        made = engine(case, group, graphs=False)
         if case["name"] in ("dense", "llama"):
-            ahead = engine(case, team, graphs=True)
-            if team.tp.rank:
-                follow(ahead, team)
+            ahead = engine(case, group, graphs=True)
+            if group.tp.rank:
+                follow(ahead, group)
             else:
-                Leader(ahead, team)
+                Leader(ahead, group)
                 ahead.executors[0].prepare()
                 one["ahead"] = answers(ahead, True, "ahead")
-                team.send(None)
-        if team.tp.rank:
-            follow(made, team)
+                group.send(None)
+        if group.tp.rank:
+            follow(made, group)
             continue
-        Leader(made, team)
+        Leader(made, group)
         one["plain"], one["drafted"] = answers(made, False, "plain"), answers(made, True, "drafted")
         one["accepted"], one["cycles"] = made.metrics.accepted, made.metrics.cycles
         scorer = Scorer(PROMPT, 1)
@@ -124,10 +124,10 @@ def main() -> None:
             pass
         one["scored"] = [next(iter(entry)) for entry in scorer.entries if entry]
         made.check()
-        team.send(None)
-    if team.tp.rank == 0:
+        group.send(None)
+    if group.tp.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    team.close(told=True)
+    group.close(told=True)
     os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
 
 

@@ -60,42 +60,42 @@ class Assembled(NamedTuple):
     vision: ImageEncoder | str  # the image encoder, or the reason why there is none
 
 
-def assemble(model: str, settings: LoadSettings, say: Say, team: ProcessGroup | None = None) -> Assembled:
-    """With a team: builds this process's part. An error in one process is raised in all."""
+def assemble(model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None = None) -> Assembled:
+    """With a group: builds this process's part. An error in one process is raised in all."""
     agreed = False
 
     def agree(budget: KVBudget) -> KVBudget:
         nonlocal agreed
-        if team is None:
+        if group is None:
             return budget
         agreed = True
-        least = team.all_reduce_min([-1 if value is None else value for value in astuple(budget)])
+        least = group.all_reduce_min([-1 if value is None else value for value in astuple(budget)])
         return KVBudget(*(None if value < 0 else value for value in least))  # type: ignore[arg-type]
 
     try:
-        return _assemble(model, settings, say, team, agree)
+        return _assemble(model, settings, say, group, agree)
     except OutriderError as error:
-        if team is not None and not agreed:
-            team.all_reduce_min((), str(error))  # raises here and everywhere
+        if group is not None and not agreed:
+            group.all_reduce_min((), str(error))  # raises here and everywhere
         raise
 
 
 def _assemble(
-    model: str, settings: LoadSettings, say: Say, team: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
+    model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
 ) -> Assembled:
     quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
     spec, engine_config = settings.spec, settings.engine
-    device = ops_module.place(settings.device) if team is None else team.device
+    device = ops_module.place(settings.device) if group is None else group.device
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels are launched on the current device, wherever their tensors are
     dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    if team is not None and device.type == "cpu":
-        threads = threads or max(1, default_threads() // team.tp.world)  # the processes share the cores
+    if group is not None and device.type == "cpu":
+        threads = threads or max(1, default_threads() // group.tp.world)  # the processes share the cores
     ops = ops_module.choose(device, settings.ops, threads)
-    if ops.name == "cpu" or (team is not None and device.type == "cpu"):
+    if ops.name == "cpu" or (group is not None and device.type == "cpu"):
         # the kernels have their own threads; torch's threads would spin next to them and halve the speed
         torch.set_num_threads(1)
-    tp, together = (None, SOLO) if team is None else (team.tp, team)
+    tp, together = (None, SOLO) if group is None else (group.tp, group)
     if settings.drafters[0].startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
         check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafters[0][6:], weights=False))
     files = hub.resolve(model, weights=load_format == "auto")
@@ -112,18 +112,18 @@ def _assemble(
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
-    if team is not None:
-        say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
-    adapters = load_adapters(target, settings, say) if team is None else None
+    if group is not None:
+        say(f"tensor parallel: {group.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
+    adapters = load_adapters(target, settings, say) if group is None else None
     learnt = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
     if adapters is not None and learnt and learnt not in (adapters.get(name).digest.hex() for name in adapters.paths):
         say("the drafter was trained for another adapter, so expect fewer accepted drafts")
-    vision, image_rows = load_images(files, settings, ops, device, dtype, team is None or team.tp.rank == 0)
+    vision, image_rows = load_images(files, settings, ops, device, dtype, group is None or group.tp.rank == 0)
     if isinstance(vision, ImageEncoder):
         size += vision.model.nbytes
         if tokenizer is not None:
             tokenizer.image_text = vision.config.image_text(tokenizer.backend.id_to_token)
-    runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
+    runner = ops.compile(target) if group is None else target  # one call for a whole model cannot exchange sums
     members = drafter.members if drafter is not None else ()
     profiles = {member.name: member.profile for member in members if member.profile is not None}
     if ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs:
@@ -151,7 +151,7 @@ def _assemble(
     if spec.draft_tokens is not None or not names:
         return Assembled(engine, note, size, None, vision)
     trained_for = drafter.trained_for if drafter is not None else None
-    divided = "" if team is None else f" over {team.tp.world}"
+    divided = "" if group is None else f" over {group.tp.world}"
     machine = machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads)
     key = (
         f"{machine}|{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv "

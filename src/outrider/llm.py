@@ -56,14 +56,14 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, made: Assembled, name: str, team: ProcessGroup | None = None):
+    def __init__(self, made: Assembled, name: str, group: ProcessGroup | None = None):
         engine, key = made.engine, made.cost_key
-        if team is not None:
-            Leader(engine, team)
+        if group is not None:
+            Leader(engine, group)
         if key is not None:
             digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
             engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
-        self.engine, self.name, self.drafter_note, self.team = engine, name, made.drafter_note, team
+        self.engine, self.name, self.drafter_note, self.group = engine, name, made.drafter_note, group
         self.vision, self._weight_bytes = made.vision, made.weight_bytes
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
@@ -86,12 +86,12 @@ class LLM:
             worker(settings.device)
         if "RANK" not in os.environ:  # ranks that already run get the error while they load
             check_shares(model, settings.tensor_parallel)
-        team = join(settings.tensor_parallel, settings.device)
+        group = join(settings.tensor_parallel, settings.device)
         try:
-            team.send((model, settings))
-            return cls(assemble(model, settings, say, team), model, team)
+            group.send((model, settings))
+            return cls(assemble(model, settings, say, group), model, group)
         except KeyboardInterrupt:
-            team.abandon()
+            group.abandon()
             raise
 
     @property
@@ -109,8 +109,8 @@ class LLM:
         """Ends the other processes: the other tensor-parallel ranks, and the one that decodes images."""
         if isinstance(self.vision, ImageEncoder):
             self.vision.close()
-        if self.team is not None:
-            self.team.close()
+        if self.group is not None:
+            self.group.close()
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Sampling parameters as the server and `outrider chat` have them: `given`, then the model's
@@ -263,19 +263,19 @@ def worker(device: str | None = None) -> NoReturn:
     if STARTED_BY_US in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         follow_to_the_end()
-    team = None
+    group = None
     try:
-        team = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))
-        told = team.receive()
+        group = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))
+        told = group.receive()
         assert isinstance(told, tuple)
         model, settings = told
         try:
-            engine = assemble(model, settings, lambda line: None, team).engine
+            engine = assemble(model, settings, lambda line: None, group).engine
         except OutriderError:
-            team.receive()  # rank 0 reports the error and that the run ends
+            group.receive()  # rank 0 reports the error and that the run ends
         else:
-            follow(engine, team)
-        team.close()
+            follow(engine, group)
+        group.close()
         os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
     except OutriderError:
         pass  # rank 0 reports it
@@ -283,6 +283,6 @@ def worker(device: str | None = None) -> NoReturn:
         time.sleep(60)  # rank 0 finds the lost process, reports it and ends this one; ending first would be blamed
         log.exception("process %s failed", os.environ.get("RANK"))  # still alive, so no other process was lost
     except Exception:
-        if team is None or not team.watch.ending:
+        if group is None or not group.watch.ending:
             log.exception("process %s failed", os.environ.get("RANK"))
     os._exit(1)

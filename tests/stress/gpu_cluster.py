@@ -1,4 +1,4 @@
-"""Tensor parallelism on one GPU: a team of one (NCCL inside the captured graph) beside the plain path, and two ranks on
+"""Tensor parallelism on one GPU: a group of one (NCCL inside the captured graph) beside the plain path, and two ranks on
 one device.
 
     PYTHONPATH=src python3 tests/stress/gpu_cluster.py                    # all parts, each in a process of its own:
@@ -8,9 +8,9 @@ one device.
     PYTHONPATH=src python3 tests/stress/gpu_cluster.py --part one --size 31B | --part two --how nccl|mps|gloo
 
 `one`: three engines over the same dummy weights, steps timed in turn: `solo` (what --tensor-parallel 1 runs: no
-exchange), `team` (a team of one: rank 0 tells every step, NCCL is called for every exchange and finds its part in
+exchange), `group` (a group of one: rank 0 tells every step, NCCL is called for every exchange and finds its part in
 place), `copies` (the same, but NCCL has to move each part: one node a call in the graph). Texts of all three, plain and
-drafted, must be equal, and `team` within 1 % of `solo`.
+drafted, must be equal, and `group` within 1 % of `solo`.
 
 `two`: two processes of one model on the same GPU. NCCL refuses two ranks on one device of one host; told that they are
 two hosts (NCCL_HOSTID) it connects them by sockets. The two share the GPU in turn, so times say nothing: what counts is
@@ -107,10 +107,10 @@ def graphs_of(engine: Engine) -> GraphExecutor | None:
 
 # ---- one rank
 class Copies(ProcessGroup):
-    """The same team, whose exchanges move their part."""
+    """The same group, whose exchanges move their part."""
 
-    def __init__(self, team: ProcessGroup) -> None:
-        self.__dict__.update(team.__dict__)
+    def __init__(self, group: ProcessGroup) -> None:
+        self.__dict__.update(group.__dict__)
 
     def _every(self, mine: Tensor) -> Tensor:
         every = torch.empty_like(mine)
@@ -190,13 +190,13 @@ def one(size: str, device: str, dry: bool) -> None:
             drafter=drafter, draft_tokens=K, tree="off", device=device, load_format="dummy", engine=settings(context, 4)
         )
         quiet = lambda line: None
-        team = join(1, device)
+        group = join(1, device)
         say(
             f"one: {size}, {dist.get_backend()} at world size 1"
             + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if not dry else "")
         )
         engines: dict[str, LLM] = {}
-        for name, whose in (("solo", None), ("team", team), ("copies", Copies(team))):
+        for name, whose in (("solo", None), ("group", group), ("copies", Copies(group))):
             engines[name] = LLM(assemble.assemble(target, load, say if name == "solo" else quiet, whose), target, whose)
         want: list[list[int]] | None = None
         for name, llm in engines.items():
@@ -229,8 +229,8 @@ def one(size: str, device: str, dry: bool) -> None:
             }
             shown = ", ".join(f"{name} {middle[name]:.3f} ms ({ratio[name]:.4f} x)" for name in engines)
             verdict(
-                f"{size} K = {k}, one sequence at {context}: team within 1 % of solo",
-                ratio["team"] <= 1.01 or dry,
+                f"{size} K = {k}, one sequence at {context}: group within 1 % of solo",
+                ratio["group"] <= 1.01 or dry,
                 shown,
             )
             say(
@@ -240,9 +240,9 @@ def one(size: str, device: str, dry: bool) -> None:
             for name in engines:
                 say(f"     {name}: {nodes(engines[name].engine, prompt)}")
         began = time.perf_counter()
-        team.close()
+        group.close()
         verdict(
-            f"{size}: the team ends with its graphs",
+            f"{size}: the group ends with its graphs",
             time.perf_counter() - began < 10,
             f"({time.perf_counter() - began:.2f} s)",
         )

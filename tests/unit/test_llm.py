@@ -67,8 +67,8 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
 
 def test_ctrl_c_while_the_processes_load_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    team = SimpleNamespace(send=lambda _: done.append("send"), abandon=lambda: done.append("abandon"))
-    monkeypatch.setattr(llm_module, "join", lambda *_: team)
+    group = SimpleNamespace(send=lambda _: done.append("send"), abandon=lambda: done.append("abandon"))
+    monkeypatch.setattr(llm_module, "join", lambda *_: group)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

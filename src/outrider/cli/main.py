@@ -73,10 +73,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
     world, parallel = os.environ.get("WORLD_SIZE", ""), sys.modules.get("outrider.parallel.process_group")
-    team = parallel.ProcessGroup.here if parallel is not None else None
-    if team is not None:  # a model was divided over processes
-        team.close()
-    if team is not None or (world.isdecimal() and int(world) > 1):
+    group = parallel.ProcessGroup.here if parallel is not None else None
+    if group is not None:  # a model was divided over processes
+        group.close()
+    if group is not None or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still use the interpreter, and abort the process
         # during its shutdown: so skip the shutdown.
         sys.stderr.flush()

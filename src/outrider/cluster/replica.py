@@ -32,8 +32,8 @@ def load(config: ClusterConfig) -> ServedModel:
     llm = LLM.load(
         config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE)
     )
-    if llm.team is not None:
-        llm.team.watch.grace = 0.0  # the ingress sends on what ran here: an error of ours would end it
+    if llm.group is not None:
+        llm.group.watch.grace = 0.0  # the ingress sends on what ran here: an error of ours would end it
     return ServedModel.of(llm)
 
 

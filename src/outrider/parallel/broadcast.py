@@ -67,18 +67,18 @@ class Known:
 class Leader:
     """Wraps an engine's executors, so that the other ranks follow them."""
 
-    def __init__(self, engine: Engine, team: ProcessGroup):
-        self.engine, self.team = engine, team
+    def __init__(self, engine: Engine, group: ProcessGroup):
+        self.engine, self.group = engine, group
         self._known: dict[str, Known] = {}
         self._last: StepBatch | None = None
-        team.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
+        group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
         engine.runner.divided = True
         engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.runner.scored = self._score
 
     def send(self, command: str, *arguments: object) -> None:
         """command: a method of `Follower`."""
-        self.team.send((command, arguments))
+        self.group.send((command, arguments))
 
     def message(self, batch: StepBatch) -> StepMessage | None:
         """None: the same batch as in the last message."""
@@ -104,7 +104,7 @@ class Leader:
             own = replace(params, grammar=RemoteMatcher() if params.grammar is not None else None)
             joined.append(Request(seq.id, list(seq.request.prompt), own, images=images))
             if seq.answer.matcher is not None:
-                seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.team)
+                seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.group)
         fresh = known.cache is not seq.held
         if fresh:
             known.cache, known.pages = seq.held, {}
@@ -124,8 +124,8 @@ class Leader:
         try:
             yield
         except Exception as error:
-            self.team.watch.lost(f"{type(error).__name__}: {error}")
-            lost = self.team.watch.gone or "the processes of --tensor-parallel lost one another"
+            self.group.watch.lost(f"{type(error).__name__}: {error}")
+            lost = self.group.watch.gone or "the processes of --tensor-parallel lost one another"
             raise OutriderError(lost) from error
         finally:
             if main:
@@ -184,8 +184,8 @@ class BroadcastExecutor:
 class BroadcastMatcher:
     """A grammar's matcher at rank 0: broadcasts its masks to the other ranks, which ask at the same point of a step."""
 
-    def __init__(self, matcher: Matcher, team: ProcessGroup):
-        self.matcher, self.team, self.advance = matcher, team, matcher.advance
+    def __init__(self, matcher: Matcher, group: ProcessGroup):
+        self.matcher, self.group, self.advance = matcher, group, matcher.advance
 
     @property
     def failed(self) -> str | None:
@@ -193,7 +193,7 @@ class BroadcastMatcher:
 
     def bits(self, drafts: Sequence[int]) -> ndarray:
         found = self.matcher.bits(drafts)
-        self.team.send(found)
+        self.group.send(found)
         return found
 
 
@@ -273,14 +273,14 @@ class Follower:
         return seq
 
 
-def follow(engine: Engine, team: ProcessGroup) -> None:
+def follow(engine: Engine, group: ProcessGroup) -> None:
     """Executes rank 0's commands until rank 0 ends the run."""
     follower = Follower(engine)
     engine.runner.divided = True
-    team.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
+    group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
     with torch.inference_mode():
         while True:
-            command = team.receive()
+            command = group.receive()
             if command is None:
                 return
             assert isinstance(command, tuple)

@@ -89,7 +89,7 @@ class ProcessGroup(Collectives):
         self._open = True
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore("team", store),
+            store=dist.PrefixStore("group", store),
             rank=tp.rank,
             world_size=tp.world,
             timeout=FOREVER,

@@ -302,7 +302,7 @@ def test_a_forked_child_can_compute() -> None:
     pytest.fail("the child hangs")
 
 
-def test_many_python_threads_share_one_team() -> None:
+def test_many_python_threads_share_one_pool() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     ops = CpuOps(threads=2)

@@ -51,11 +51,11 @@ def test_where_nobody_ended_it_says_what_failed(monkeypatch: pytest.MonkeyPatch)
 
 def test_those_who_load_are_ended_at_once() -> None:
     child = subprocess.Popen(["sleep", "3600"])
-    team: Any = ProcessGroup.__new__(ProcessGroup)
-    team._open, team.watch, team.children = True, SimpleNamespace(ending=False), [child]
+    group: Any = ProcessGroup.__new__(ProcessGroup)
+    group._open, group.watch, group.children = True, SimpleNamespace(ending=False), [child]
     try:
-        team.abandon()
-        assert child.wait(30) == -signal.SIGKILL and team.watch.ending
-        team.close()  # nobody is left who could be told
+        group.abandon()
+        assert child.wait(30) == -signal.SIGKILL and group.watch.ending
+        group.close()  # nobody is left who could be told
     finally:
         child.kill()

@@ -50,7 +50,7 @@ class CpuBlock:
     def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
         batch, following = CBatchBuffers(kv, self.ops.pages(kv)), following.contiguous()
         pointers = (c_void_p * len(streams))(*map(at, streams))
-        self.ops.lib.or_block_context(self.ops.team, self.c, batch.c, at(pointers), at(following))
+        self.ops.lib.or_block_context(self.ops.pool, self.c, batch.c, at(pointers), at(following))
 
     def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor:
         """As BlockNet.backbone: ids [B, S], end [B] -> [B, S, H]."""
@@ -75,7 +75,7 @@ class UnreadRows:
 
     def read(self, slots: list[int]) -> None:
         which = (c_int64 * len(slots))(*slots)
-        self.ops.lib.or_read_slots(self.ops.team, self.net, self.c, at(which), len(slots))
+        self.ops.lib.or_read_slots(self.ops.pool, self.net, self.c, at(which), len(slots))
 
     def assume(self, slot: int, position: int, count: int) -> None:
         """Treat the last `count` of `position` committed positions as unread, with states of zeros; 0: none are."""

@@ -80,7 +80,7 @@ class CpuCycle:
         self.sampling: HostSampling | None = None
         self.shape = (0, -1)  # what `seqs` and `likely` hold
         self.stack, self.adapters = model.stack, PassAdapters(model.stack.changes, ())
-        self.step, self.team = ops.lib.or_decode_step, ops.team
+        self.step, self.pool = ops.lib.or_decode_step, ops.pool
 
     def takes(self, adapter: Adapter) -> bool:
         """May sequences use this adapter?"""
@@ -146,7 +146,7 @@ class CpuCycle:
         if rows * width > len(self.told):
             self.told = (c_float * (self.room * width))()
             c.logprobs = at(self.told)
-        self.step(self.team, c)
+        self.step(self.pool, c)
         out, row = [], 0
         for i, (_, _, _, plan, guess, likely, _, _) in enumerate(asked):
             k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)

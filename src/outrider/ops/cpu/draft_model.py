@@ -68,7 +68,7 @@ class CpuChain:
             thresholds = (c_double * size)(*[b.stop for b in behind]), (c_double * size)(*[b.drop for b in behind])
             ends = (*thresholds, (c_double * 16)(*trust))
             c.stop, c.drop, c.trust = map(at, ends)
-        self.ops.lib.or_draft_model_steps(self.ops.team, c)
+        self.ops.lib.or_draft_model_steps(self.ops.pool, c)
         made = []
         for i in range(size):
             run = list(takewhile(lambda p: p > 0.0, sure[i * k : i * k + k]))

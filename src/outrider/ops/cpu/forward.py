@@ -93,7 +93,7 @@ class Stack:
         if streams:
             pointers = (c_void_p * self.c.layers)(*[at(streams.get(i)) for i in range(self.c.layers)])
             call.taps = at(pointers)
-        self.ops.lib.or_forward(self.ops.team, call)
+        self.ops.lib.or_forward(self.ops.pool, call)
         return hidden, fed_back, [streams[i] for i in taps]
 
 
@@ -209,7 +209,7 @@ class CompiledDrafter:
             [t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end)
         )
         c.stop, c.drop, c.trust = map(at, end) if end is not None else (None, None, None)
-        self.ops.lib.or_draft(self.ops.team, c)
+        self.ops.lib.or_draft(self.ops.pool, c)
         return out, confidence, lengths
 
 

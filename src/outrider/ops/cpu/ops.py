@@ -70,9 +70,9 @@ class CpuOps(ReferenceOps):
         self.lib = load(isa)
         self.version = Path(self.lib._name).stem
         self.threads = threads or default_threads()
-        self.team: int = self.lib.or_pool_new(self.threads)
-        self._close = weakref.finalize(self, self.lib.or_pool_free, self.team)
-        self.packer = packing.Packer(self.lib, self.team, Arena())
+        self.pool: int = self.lib.or_pool_new(self.threads)
+        self._close = weakref.finalize(self, self.lib.or_pool_free, self.pool)
+        self.packer = packing.Packer(self.lib, self.pool, Arena())
         self._batch: tuple[weakref.ref[KVView], CBatchBuffers] | None = None
         self._pages: tuple[weakref.ref[Tensor], CPages] | None = None
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -148,7 +148,7 @@ class CpuOps(ReferenceOps):
         c, x = c_weight(w), floats(x)
         out = torch.empty((x.shape[0], c.n))
         bias = None if bias is None else floats(bias)
-        self.lib.or_linear(self.team, c, x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
+        self.lib.or_linear(self.pool, c, x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
         return out
 
     def lowrank(
@@ -164,7 +164,7 @@ class CpuOps(ReferenceOps):
             return super().add_lowrank(y, x, part, rows)
         own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
         c, groups = lowrank.c_lowrank(part), out.shape[1] // LANES
-        self.lib.or_lowrank(self.team, c, own.data_ptr(), out.shape[0], groups, out.data_ptr())
+        self.lib.or_lowrank(self.pool, c, own.data_ptr(), out.shape[0], groups, out.data_ptr())
         if rows is None:
             return out
         y[rows] = out
@@ -175,13 +175,13 @@ class CpuOps(ReferenceOps):
         if c.n % 32:  # gate and up rows share a group
             return super().gated_linear(x, w, act)
         out = torch.empty((x.shape[0], c.n // 2))
-        self.lib.or_gated_linear(self.team, c, x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
+        self.lib.or_gated_linear(self.pool, c, x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
         return out
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         c, h = c_weight(w), floats(h)
         out = torch.empty((h.shape[0], c.n))
-        self.lib.or_logits(self.team, c, h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
+        self.lib.or_logits(self.pool, c, h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -216,7 +216,7 @@ class CpuOps(ReferenceOps):
         router_in, x = floats(router_in), floats(x)
         out = torch.empty_like(x)
         act = ACTIVATIONS[experts.act]
-        self.lib.or_moe(self.team, c_moe(experts), *ptrs(router_in, x), x.shape[0], act, out.data_ptr())
+        self.lib.or_moe(self.pool, c_moe(experts), *ptrs(router_in, x), x.shape[0], act, out.data_ptr())
         return out
 
     # ---- whole models ---------------------------------------------------------------------------------------------
@@ -258,13 +258,13 @@ class CpuOps(ReferenceOps):
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
         qkv = floats(qkv).clone()
-        self.lib.or_rope_write(self.team, c_spec(spec), self.batch(kv), *ptrs(qkv, *angles, *norms))
+        self.lib.or_rope_write(self.pool, c_spec(spec), self.batch(kv), *ptrs(qkv, *angles, *norms))
         return qkv[:, : spec.heads * spec.head_dim]
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         q = q if q.dtype == torch.float32 and q.stride(-1) == 1 else floats(q)
         out = torch.empty((q.shape[0], spec.heads * spec.head_dim))
-        self.lib.or_attend(self.team, c_spec(spec), self.batch(kv), q.data_ptr(), q.stride(0), out.data_ptr())
+        self.lib.or_attend(self.pool, c_spec(spec), self.batch(kv), q.data_ptr(), q.stride(0), out.data_ptr())
         return out
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
@@ -278,7 +278,7 @@ class CpuOps(ReferenceOps):
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         c, made = c_block_spec(attn), floats(made)
         c.heads = 0  # k and v alone
-        self.lib.or_rope_write(self.team, c, self.batch(kv), *ptrs(made, *angles, None, attn.k_norm))
+        self.lib.or_rope_write(self.pool, c, self.batch(kv), *ptrs(made, *angles, None, attn.k_norm))
 
     def attend_block(
         self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
@@ -289,9 +289,9 @@ class CpuOps(ReferenceOps):
         start = own.end + first
         batch = CBatchBuffers(block_view(kv, start, count), self.pages(kv), ends=start + count - 1)
         qkv, c = torch.cat((floats(q), floats(made)), 1), c_block_spec(attn)
-        self.lib.or_rope_write(self.team, c, batch.c, *ptrs(qkv, *angles, attn.q_norm, attn.k_norm))
+        self.lib.or_rope_write(self.pool, c, batch.c, *ptrs(qkv, *angles, attn.q_norm, attn.k_norm))
         out = torch.empty_like(q, dtype=torch.float32)
-        self.lib.or_attend(self.team, c, batch.c, qkv.data_ptr(), qkv.stride(0), out.data_ptr())
+        self.lib.or_attend(self.pool, c, batch.c, qkv.data_ptr(), qkv.stride(0), out.data_ptr())
         return out
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
@@ -330,7 +330,7 @@ class CpuOps(ReferenceOps):
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
         how = g.data_ptr(), g.shape[0], scores.data_ptr(), clusters, top, size
-        self.lib.or_clustered(self.team, c, *how, *ptrs(best, out))
+        self.lib.or_clustered(self.pool, c, *how, *ptrs(best, out))
         return best, out
 
     def cluster_bonus(
@@ -341,7 +341,7 @@ class CpuOps(ReferenceOps):
         clusters, size = tokens.shape
         rows, out = seed.shape[0], torch.zeros((seed.shape[0], clusters))
         how = [floats(temperature), *[t.contiguous() for t in (sampled, seed, position)]]
-        self.lib.or_cluster_bonus(self.team, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
+        self.lib.or_cluster_bonus(self.pool, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
         return out
 
     def argmax(self, z: Tensor) -> Tensor:
@@ -354,19 +354,19 @@ class CpuOps(ReferenceOps):
         z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
-        self.lib.or_choose(self.team, z.data_ptr(), *z.shape, *ptrs(seed, position, tokens, sampled, out))
+        self.lib.or_choose(self.pool, z.data_ptr(), *z.shape, *ptrs(seed, position, tokens, sampled, out))
         return out
 
     def filter_logits(self, z: Tensor, top_k: Tensor, top_p: Tensor, min_logp: Tensor) -> Tensor:
         z = floats(z).clone()
         how = [t.contiguous() for t in (top_k, top_p, min_logp)]
-        self.lib.or_filter(self.team, z.data_ptr(), *z.shape, *ptrs(*how))
+        self.lib.or_filter(self.pool, z.data_ptr(), *z.shape, *ptrs(*how))
         return z
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
         z, tokens = floats(logits), tokens.contiguous()
         out = torch.empty((z.shape[0], 1 + 2 * top))
-        self.lib.or_logprobs(self.team, z.data_ptr(), *z.shape, tokens.data_ptr(), top, out.data_ptr())
+        self.lib.or_logprobs(self.pool, z.data_ptr(), *z.shape, tokens.data_ptr(), top, out.data_ptr())
         return out
 
 

@@ -54,8 +54,8 @@ class PackedWeight:
 class Packer:
     """Packs weights with the library's threads; `arena` holds them."""
 
-    def __init__(self, lib: ctypes.CDLL, team: int, arena: Arena):
-        self.lib, self.team, self.arena = lib, team, arena
+    def __init__(self, lib: ctypes.CDLL, pool: int, arena: Arena):
+        self.lib, self.pool, self.arena = lib, pool, arena
         self.rounded = Arena()  # copies of weights that are freed: in `arena` they would keep their memory
 
     def pack(self, parts: Sequence[Weight]) -> PackedWeight | None:
@@ -80,7 +80,7 @@ class Packer:
         flat = replace(part, shape=(len(blocks), part.shape[-1]), tensors={"blocks": blocks})
         for lo, hi, some in flat.slices(SLICE, LANES):
             data = some.tensors["blocks"].contiguous()
-            self.lib.or_pack(self.team, out.c, first + lo, at(data), data.shape[1], hi - lo)
+            self.lib.or_pack(self.pool, out.c, first + lo, at(data), data.shape[1], hi - lo)
 
     def _empty(self, kind: int, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
         sizes = [self.lib.or_packed_bytes(kind, n, k, which) for which in (0, 1)]
@@ -114,7 +114,7 @@ class Packer:
         if k % BLOCK or w.c.kind == PackedKind.FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
         out = self._empty(PackedKind.Q4_0, n, k, self.rounded.empty)
-        self.lib.or_coarse(self.team, w.c, out.c)
+        self.lib.or_coarse(self.pool, w.c, out.c)
         return out.view(*w.shape)
 
     def take(self, w: PackedWeight, order: Tensor) -> PackedWeight:
