@@ -22,7 +22,7 @@ from .plan import CostPart
 
 CURVE_LENGTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, CURVE_LENGTH entries
-FORMAT = 9  # of stored tables: raised when what is timed changes, or how
+FORMAT = 10  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a deviation that is attributed to the machine
 CELL_GAIN = 0.15  # share that is attributed to the cell, if the step before was of another kind
 CLAMP = 0.25  # log of the largest deviation applied at once: one interrupted step must not move the table
@@ -266,4 +266,5 @@ def _between(low: Sequence[float], high: Sequence[float], weight: float) -> Curv
 
 
 def monotone(curve: Sequence[float]) -> Curve:
-    return list(accumulate(map(float, curve), max, initial=0.0))[1:]
+    """No cell above a wider one. A cell that was timed at a busy moment is too high, so the wider one counts."""
+    return list(accumulate(map(float, reversed(curve)), min))[::-1]
