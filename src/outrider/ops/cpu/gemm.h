@@ -81,7 +81,7 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
  * a core turns from the weights to B and back, memory is idle for a while. */
 typedef struct {
     int base, from, past, end; /* end: of the share, beyond which another member computes */
-    _Alignas(64) float at[2][CHANGES * LANES]; /* [units][wide][rows][16]; GATED: up's in the second */
+    _Alignas(64) float at[2 * CHANGES * LANES]; /* [units][wide][rows][16]; GATED: up's in the second half */
 } Changes;
 
 /* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
@@ -94,12 +94,12 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
                 const int most = CHANGES / (wide * rows), stop = last - first > BLOCK_ROWS ? hi : c->end; /* one block of rows is kept */
                 c->base = base; c->from = u; c->past = stop - u < most ? stop : u + most;
                 for (int up = 0; up <= (to->how == TO_GATED); up++)
-                    expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows, c->at[up]);
+                    expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows, c->at + up * CHANGES * LANES);
             }
             for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
                 const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
                 for (int half = 0; half < wide; half++) {
-                    const float *change = to->low ? c->at[0] + ((long)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
+                    const float *change = to->low ? c->at + ((long)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
                     product_group(w, a, to, n, u * wide + half, m0, mc, change, tile[half]);
                 }
                 for (int m = 0; to->quantised && m < mc; m++) {

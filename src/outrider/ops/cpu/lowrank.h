@@ -41,7 +41,7 @@ typedef struct { /* what a product's answers get added */
     Low *low;          /* [rows, ld] A x */
     long ld;           /* groups of 16 */
     int past, which;   /* changes of a table, one past the last; the one that is meant */
-    int private, own;  /* members may all compute all of A x, each for itself; they do */
+    int private, own;  /* every member may compute all of A x for itself (few rows); it does */
 } LowRankRows;
 
 #define AHEAD 4096 /* bytes: B is read in one stream, which the weights between its groups interrupt */
