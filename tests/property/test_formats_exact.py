@@ -2,7 +2,7 @@
 tokens.
 
 The drafter knows the answer and errs at every third token, so whole drafts, halves and nothing are accepted in turn.
-Members of the pool help each other out in ever another order, and no bit may change by it.
+Threads of the pool take each other's work in varying order, and no bit may change by it.
 """
 
 from __future__ import annotations

@@ -171,9 +171,9 @@ def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
     assert got[4] / got[3] == pytest.approx(times[4] / times[3], rel=0.15)
 
 
-def test_a_cell_timed_at_a_busy_moment_does_not_make_wider_ones_dear():
+def test_a_cell_timed_at_a_busy_moment_does_not_make_wider_ones_expensive():
     """Curves rose with K by taking the largest time so far: two cells that were three times too high cost 30 to 40 % of
-    the speed for good, since the wider cells looked as dear and were never tried."""
+    the speed for good, since the wider cells looked as expensive and were never tried."""
     right = [3e-3 + 4e-4 * k for k in range(CURVE_LENGTH)]
     spiked = [seconds * (3.0 if k in (3, 4) else 1.0) for k, seconds in enumerate(right)]
     got = CostTable({(1, 0): spiked}, {}).curve(None, 1, 100)
