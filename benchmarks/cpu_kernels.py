@@ -38,7 +38,10 @@ from outrider.types import DraftPlan, KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_target
 
-PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
+PRODUCT_ROWS = (1, 2, 4, 5, 8, 9, 16)
+PASS_ROWS = (1, 5, 9, 17)
+CONTEXT = 200
+PREFILL = 512
 
 
 class Stopwatch:
@@ -46,7 +49,8 @@ class Stopwatch:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, rest: float = 0.05) -> None:
         self.times: dict[str, list[float]] = {}
-        self.now, self.rest = now, rest
+        self.now = now
+        self.rest = rest
 
     def run(self, name: str, work: Callable[[], Any], repeat: int) -> None:
         time.sleep(self.rest)  # until the threads of the peer that ran before no longer spin
@@ -64,7 +68,8 @@ class Stopwatch:
 
     def faster(self, ours: str, theirs: str) -> str:
         """Medians over medians, and the median of neighbours' ratios."""
-        mine, peer = self.times[ours], self.times[theirs]
+        mine = self.times[ours]
+        peer = self.times[theirs]
         pairs = [b / a for a, b in zip(mine, peer)]
         kinds = f"pair by pair {statistics.median(pairs):.2f}, best by best {min(peer) / min(mine):.2f}"
         return f"{self.median(theirs) / self.median(ours):.2f} x llama.cpp's speed ({kinds})"
@@ -91,7 +96,8 @@ class OurKernels:
         began = time.perf_counter()
         self.ops = CpuOps(threads, isa)
         self.config, weights, _ = load_target(path, ops=self.ops)
-        self.weights, self.model = weights, self.ops.compile(TextModel(self.config, weights, self.ops))
+        self.weights = weights
+        self.model = self.ops.compile(TextModel(self.config, weights, self.ops))
         print(f"{self.ops.threads} threads, {self.ops.version}, loaded in {time.perf_counter() - began:.2f} s")
         held = {name: w.nbytes for name, w in weights.items()}  # tables that stay in the file: 0
         experts = sum(size for name, size in held.items() if ".experts_" in name)
@@ -130,7 +136,8 @@ class Given:
     """Whole cycles without a drafter: so many rows of each sequence in one call, all but the first given guesses."""
 
     def __init__(self, ours: OurKernels, count: int):
-        params, device = [SamplingParams(temperature=0.0)] * count, torch.device("cpu")
+        params = [SamplingParams(temperature=0.0)] * count
+        device = torch.device("cpu")
         self.sampling = sampling_batch(params, [[5]] * count, [[]] * count, ours.config.vocab_size, device)
         self.slots = [ours.store.open([0] * 64, 32, reuse=False)[0] for _ in range(count)]
         for seq in self.slots:
@@ -140,17 +147,20 @@ class Given:
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
     def run(self, rows: int, adapters: Sequence[Adapter | None]) -> None:
-        plan, given = DraftPlan(None, rows - 1), [7] * (rows - 1)
+        plan = DraftPlan(None, rows - 1)
+        given = [7] * (rows - 1)
         asked = [CycleRequest(s.slot, 5, CONTEXT, plan, given, adapter=a) for s, a in zip(self.slots, adapters)]
         self.cycle.run(asked, self.sampling, None)
 
 
 def random_adapter(ours: OurKernels, rank: int, seed: int) -> Adapter:
-    parts, rng = {}, torch.Generator().manual_seed(seed)
+    parts = {}
+    rng = torch.Generator().manual_seed(seed)
     for name, plan in tensor_plan(ours.config).items():
         if ADAPTABLE.fullmatch(name):
             pieces = [(rows, rank) for rows, _ in plan.source_shapes]
-            a, b = ((rank * len(pieces), plan.shape[1]), (plan.shape[0], rank * len(pieces)))
+            a = (rank * len(pieces), plan.shape[1])
+            b = (plan.shape[0], rank * len(pieces))
             matrices = (0.02 * torch.randn(shape, generator=rng) for shape in (a, b))
             parts[name] = ours.ops.lowrank(*matrices, torch.ones(plan.shape[0]), pieces, ours.weights[name])
     return Adapter(f"random {seed}", bytes([seed]), ours.ops.pack_adapter(parts))
@@ -165,13 +175,16 @@ def adapted(ours: OurKernels, rank: int, repeat: int, rounds: int) -> None:
     for count, sizes in ((1, PASS_ROWS), (8, (5,))):
         given = Given(ours, count)
         for rows in sizes:
-            one, two = f"{count} x {rows} rows", f"{count} x {rows} rows, rank {rank}"
-            base, work = partial(given.run, rows, [None] * count), partial(given.run, rows, adapters[:count])
+            one = f"{count} x {rows} rows"
+            two = f"{count} x {rows} rows, rank {rank}"
+            base = partial(given.run, rows, [None] * count)
+            work = partial(given.run, rows, adapters[:count])
             for _ in range(rounds):
                 clock.pairs(one, base, two, work, repeat)
             clock.show(one)
             clock.show(two, one)
-            plain, changed = clock.times[one], clock.times[two]
+            plain = clock.times[one]
+            changed = clock.times[two]
             turns = sorted(min(changed[i : i + 4]) / min(plain[i : i + 4]) for i in range(0, len(plain), 4))
             quarter = len(turns) // 4
             print(f"  turn by turn {statistics.median(turns):.3f} x ({turns[quarter]:.3f} to {turns[-1 - quarter]:.3f})")
@@ -240,7 +253,9 @@ def main() -> None:
     parser.add_argument("--adapter", type=int, metavar="RANK", help="cycles with and without an adapter of this rank")
     args = parser.parse_args()
     torch.set_num_threads(1)  # torch's own threads would spin beside ours
-    ours, clock, peer = OurKernels(args.model, args.threads, args.isa), Stopwatch(), None
+    ours = OurKernels(args.model, args.threads, args.isa)
+    clock = Stopwatch()
+    peer = None
     if args.adapter:
         adapted(ours, args.adapter, args.repeat, args.rounds)
         return
@@ -294,7 +309,8 @@ def main() -> None:
     clock.show(f"prefill of {PREFILL}, all rows", per=PREFILL)
     if peer is not None:
         clock.show(f"llama.cpp prefill of {PREFILL}", per=PREFILL)
-        one, whole = f"{PASS_ROWS[0]} rows", f"prefill of {PREFILL}"
+        one = f"{PASS_ROWS[0]} rows"
+        whole = f"prefill of {PREFILL}"
         for mine, theirs in ((f"pass, {one}", f"llama.cpp, {one}"), (whole, f"llama.cpp {whole}")):
             print(f"  {mine}: {clock.faster(mine, theirs)}")
 

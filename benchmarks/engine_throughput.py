@@ -22,9 +22,12 @@ from outrider.engine.step import Request
 
 if len(sys.argv) < 7:
     sys.exit(__doc__)
-root, k, accept_len = sys.argv[1], int(sys.argv[3]), float(sys.argv[4])
+root = sys.argv[1]
+k = int(sys.argv[3])
+accept_len = float(sys.argv[4])
 size, _, quantize = sys.argv[2].partition(":")
-batches, n = [int(b) for b in sys.argv[5].split(",")], int(sys.argv[6])
+batches = [int(b) for b in sys.argv[5].split(",")]
+n = int(sys.argv[6])
 context = int(sys.argv[7]) if len(sys.argv) > 7 else 1024
 most = max(batches)
 llm = LLM.load(
@@ -50,7 +53,8 @@ for b in batches:
 
     answer(8)  # captures and compiles
     short = sorted(answer(16) for _ in range(3 if context < 65536 else 1))
-    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=n + 64, ignore_eos=True)
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=n + 64, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.submit(Request(f"{b}.{i}", prompt, params, k))
     while any(seq.first_token_at is None for seq in [*engine.scheduler.running, *engine.scheduler.waiting]):

@@ -49,7 +49,8 @@ from outrider.types import DraftNoise, KVView
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take
 # bytes of stack a thread; 544 for heads of 512 on sm_100, which has the tiles measured on the H200
-SPILLS, ATTENTION_SPILLS = 256, 768
+SPILLS = 256
+ATTENTION_SPILLS = 768
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # kind: (codes, planes of a group, columns of a plane, offset, whole-row factor)
 FORMATS = {
@@ -107,7 +108,9 @@ def shell(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def weight(kind: str, n: int, k: int) -> QuantWeight:
     codes, per, plane, lifted, whole = FORMATS[kind]
     planes = 32 // codes.bits
-    chunks, tiles, pairs = -(-k // (planes * plane)), n // 64, (planes // per + 1) // 2 if per else 0
+    chunks = -(-k // (planes * plane))
+    tiles = n // 64
+    pairs = (planes // per + 1) // 2 if per else 0
     numbers = shell(tiles, chunks, 64, pairs, dtype=torch.int32) if per else None
     return QuantWeight(
         (n, k), codes, plane, per, shell(tiles, chunks, 64, plane, dtype=torch.int32), numbers,
@@ -131,25 +134,31 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         gated = Epilogue(act="gelu_tanh") if rows == 1 else Epilogue()
         quant_linear(shell(rows, 5376), weight(kind, 21504, 5376), seen, gated, pdl=pdl)
     elif kind.startswith(EXPERTS):
-        count, hidden, inner, format = 128, 2816, 704, kind.removeprefix(EXPERTS)
+        count = 128
+        hidden = 2816
+        inner = 704
+        format = kind.removeprefix(EXPERTS)
         each = [
             QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))
         ]
-        z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
+        z = shell(rows, count, dtype=torch.float32)
+        scale = shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind == ADAPTERS:
-        ranges, mul, ops = shell(rows, 3, dtype=torch.int32), shell(rows, 256), backend(pdl)
+        ranges = shell(rows, 3, dtype=torch.int32)
+        mul = shell(rows, 256)
+        ops = backend(pdl)
         for rank, parts, end in (
             (16, (21504, 21504), Epilogue(act="gelu_tanh")),
             (64, (8192, 4096, 4096), Epilogue()),
             (16, (256,), Epilogue(act="gelu_tanh", mul=mul)),
         ):
-            a, b, scale = (
-                shell(8, len(parts), rank, 5376),
-                shell(8, sum(parts), rank),
-                shell(8, len(parts), dtype=torch.float32),
-            )
-            stacked, x, w = SlotWeight(a, b, scale, parts), shell(rows, 5376), shell(sum(parts), 5376)
+            a = shell(8, len(parts), rank, 5376)
+            b = shell(8, sum(parts), rank)
+            scale = shell(8, len(parts), dtype=torch.float32)
+            stacked = SlotWeight(a, b, scale, parts)
+            x = shell(rows, 5376)
+            w = shell(sum(parts), 5376)
             ops.adapted_linear(x, w, stacked, ranges, end)
             expand(shell(rows, sum(parts)), shrink(x, stacked, ranges, ops.semaphores, pdl), end.act, end.mul, pdl)
     elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
@@ -159,7 +168,8 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
-        device, end = backend(pdl).gemm, Epilogue(act="gelu_tanh" if both else "")
+        device = backend(pdl).gemm
+        end = Epilogue(act="gelu_tanh" if both else "")
         gemm.dense_gemm(shell(rows, k), shell(n * (1 + both), k), device, end)
 
 
@@ -177,8 +187,11 @@ def view(
 
 def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int = 5) -> None:
     """What a captured step with a tree adds: growing it, attention along paths, the walk, and K/V put in line."""
-    at, count, vocab = shell(1, dtype=torch.int64), nodes + 1, config.vocab_size
-    front, found = Frontier.root(at), Nodes.of(1, depth, torch.device("meta"))
+    at = shell(1, dtype=torch.int64)
+    count = nodes + 1
+    vocab = config.vocab_size
+    front = Frontier.root(at)
+    found = Nodes.of(1, depth, torch.device("meta"))
     noise = DraftNoise(shell(1, dtype=torch.float32), shell(1, dtype=torch.bool), at, at)
     front = ops.branch(shell(WIDTH, vocab, dtype=torch.float32), None, noise, front, found, 0)
     ops.branch(shell(WIDTH, 4096, dtype=torch.float32), shell(WIDTH, 4096, dtype=torch.int64), None, front, found, 1)
@@ -187,8 +200,10 @@ def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int =
         nodes,
         depth,
     )
-    planted, kv = ops.build_fixed_tree(found, nodes, depth), view(config, count)
-    kv.kv_slots, kv.ancestors = kv.positions, planted.ancestors
+    planted = ops.build_fixed_tree(found, nodes, depth)
+    kv = view(config, count)
+    kv.kv_slots = kv.positions
+    kv.ancestors = planted.ancestors
     for spec in {
         (s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)
     }.values():
@@ -205,10 +220,8 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         kinds = {"matrix": torch.bfloat16, "embedding": torch.bfloat16, "index": torch.int64}
         return {n: shell(*p.shape, dtype=kinds.get(p.role, torch.float32)) for n, p in tensor_plan(config).items()}
 
-    config, draft = (
-        ModelConfig.from_hf(BUILTIN_CONFIGS[name]),
-        DrafterConfig.from_hf(BUILTIN_CONFIGS[name + "-assistant"]),
-    )
+    config = ModelConfig.from_hf(BUILTIN_CONFIGS[name])
+    draft = DrafterConfig.from_hf(BUILTIN_CONFIGS[name + "-assistant"])
     model = TextModel(config, shapes(config), ops)
     for count in rows:
         kv = view(config, count)
@@ -216,7 +229,8 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         at = kv.positions[: len(logits)]
         ops.gumbel_argmax(logits, at, at, None, shell(len(logits), dtype=torch.bool))
     tree_step(config, ops)
-    assistant, hidden = MTPNet(draft, shapes(draft), ops, model), shell(1, config.hidden)
+    assistant = MTPNet(draft, shapes(draft), ops, model)
+    hidden = shell(1, config.hidden)
     assistant.candidates(assistant.step(hidden, hidden, assistant.start(view(config, 1), hidden))[0])
 
 
@@ -254,7 +268,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 17])
     parser.add_argument("--only", type=int, nargs="+", default=list(SHARED))
     args = parser.parse_args()
-    stub, made = Stub(), {}
+    stub = Stub()
+    made = {}
     driver.set_active(stub)
     run = JITFunction.run
 

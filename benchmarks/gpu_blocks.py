@@ -106,7 +106,8 @@ def kernels(size: str, layers: int, dry: bool) -> None:
             streams = [s.float() for s in streams] if each_net is exact else streams
             each_net.write_context(streams, kv, end % 8)
             if net.config.kind == "eagle3":
-                own, feature = each_net.rows(net.layers[0], streams[0], end, 2), each_net.context(streams)
+                own = each_net.rows(net.layers[0], streams[0], end, 2)
+                feature = each_net.context(streams)
                 h, feature = each_net.feature_step(end % 8, feature, kv, own, 0)
                 h, _ = each_net.feature_step(end % 7, feature, kv, own, 1)
             else:
@@ -128,7 +129,9 @@ def bits(size: str, layers: int, dry: bool) -> None:
     context is written over and over, then its own."""
     with rig_of("E4B" if size == "eagle3" else size, layers, 64, dry) as rig:
         context, steps = (100, 12) if dry else (1000, 40)
-        raw, k, mtp = shape(size, layers, dry), 3 if dry else 7, rig.drafter
+        raw = shape(size, layers, dry)
+        k = 3 if dry else 7
+        mtp = rig.drafter
         for batch in (1, 2) if dry else (1, 8, 64):
             rig.drafter = mtp
             rig.resize(batch, 512 if dry else 1200)
@@ -157,7 +160,8 @@ def cycles(size: str, batches: list[int], formats: list[str], dry: bool) -> None
     context, most = (100, 512) if dry else (1024, 1280)
     with rig_of(size, None, max(batches), dry) as rig:
         rig.resize(max(batches), most)
-        raw, row = shape(size, None, dry), dict[str, float]()
+        raw = shape(size, None, dry)
+        row = dict[str, float]()
         ks = (3,) if dry else (7,) if size == "12B" else (7, 15)
 
         def of(seqs: list[Any], k: int, **how: Any) -> float:

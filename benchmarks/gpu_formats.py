@@ -51,8 +51,13 @@ from outrider.ops.triton import TritonOps
 from outrider.weights.files import from_folder, from_gguf
 from outrider.weights.load import load
 
-ROWS, KS, BATCHES = (1, 2, 5, 9, 17, 40, 64, 200, 2048), (1, 4, 8, 16), (1, 8)
-CONTEXT, STEPS, PROMPT, WRONG = 48, 20, 200, 3
+ROWS = (1, 2, 5, 9, 17, 40, 64, 200, 2048)
+KS = (1, 4, 8, 16)
+BATCHES = (1, 8)
+CONTEXT = 48
+STEPS = 20
+PROMPT = 200
+WRONG = 3
 GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
 ROUNDED = tuple(f"--quantize {mode}" for mode in MODES)
 FAMILIES = (  # formats that share kernels; those that take longest to compile first
@@ -111,7 +116,8 @@ def scale_of(dry: bool) -> Scale:
 # ---- checkpoints
 def dense_state(config: ModelConfig, scale: Scale) -> dict[str, Tensor]:
     """Random tensors by their Hugging Face names, on the device."""
-    rng, state = torch.Generator(device=scale.device).manual_seed(5), {}
+    rng = torch.Generator(device=scale.device).manual_seed(5)
+    state = {}
     for plan in tensor_plan(config).values():
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
             middle, spread = {"norm": (1.0, 0.05), "vector": (1.0, 0.0)}.get(plan.role, (0.0, 0.02))
@@ -141,7 +147,8 @@ def made(
     raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps
 ) -> tuple[dict[str, DeviceWeight], dict[str, Tensor]]:
     """A checkpoint in this format as the ops hold it, and the values it means in float32, both on the device."""
-    config, device = ModelConfig.from_hf(raw), scale.device
+    config = ModelConfig.from_hf(raw)
+    device = scale.device
     if name in GGUF:
         path = folder / f"{name}.gguf"
         write_gguf(path, config, name.lower())
@@ -149,9 +156,12 @@ def made(
         _, plain = load(files, config, device, torch.float32, ReferenceOps())
         meant = {n: w for n, w in plain.items() if isinstance(w, Tensor)}
         return load(files, config, device, scale.dtype, ops)[1], meant
-    state, settings, mode = dense_state(config, scale), None, None
+    state = dense_state(config, scale)
+    settings = None
+    mode = None
     if name in quantised.SCHEMES:
-        (state, values), settings = quantised.convert(state, name), quantised.SCHEMES[name][1]
+        state, values = quantised.convert(state, name)
+        settings = quantised.SCHEMES[name][1]
         meant = fused(config, values)
     else:
         meant = fused(config, state)
@@ -182,7 +192,9 @@ def products(
     ops: TritonOps, held: dict[str, DeviceWeight], meant: dict[str, Tensor], scale: Scale
 ) -> tuple[float, list[str]]:
     """The largest error, and which (matrix, number of rows) had other bits. One matrix of each name and shape."""
-    worst, other, done = 0.0, [], set()
+    worst = 0.0
+    other = []
+    done = set()
     for name, weight in held.items():
         part = name.rpartition(".")[2]
         if isinstance(weight, Tensor) or (part, weight.shape) in done:
@@ -194,7 +206,8 @@ def products(
         def call(x: Tensor, part: str = part, weight: Packed = weight) -> Tensor:
             return ops.gated_linear(x, weight, "silu") if part == "gate_up" else ops.linear(x, weight)
 
-        together, few = call(x), x[:PROMPT]
+        together = call(x)
+        few = x[:PROMPT]
         want = few.float() @ meant[name].T
         if part == "gate_up":
             gate, up = want.chunk(2, dim=-1)
@@ -209,14 +222,17 @@ def logits(rig: Rig, ids: Tensor, cut: int) -> tuple[Tensor, bool]:
     seq, again = rig.open(2, 0, len(ids) + 8)
     hidden = rig.prefill(seq, ids)
     parts = torch.cat((rig.prefill(again, ids[:cut]), rig.prefill(again, ids[cut:], cut)))
-    out, same = rig.model.logits(hidden), torch.equal(parts, hidden)
+    out = rig.model.logits(hidden)
+    same = torch.equal(parts, hidden)
     rig.close([seq, again])
     return out, same
 
 
 def drafted(rig: Rig, scale: Scale) -> dict[str, bool]:
     """By K and batch."""
-    seqs, found, alone = rig.open(max(scale.batches), CONTEXT, STEPS + 100), {}, None
+    seqs = rig.open(max(scale.batches), CONTEXT, STEPS + 100)
+    found = {}
+    alone = None
     for batch in scale.batches:
         tokens, scores = plain_run(rig, seqs[:batch], CONTEXT, scale.steps)
         alone = scores[:1] if alone is None else alone
@@ -232,7 +248,8 @@ def drafted(rig: Rig, scale: Scale) -> dict[str, bool]:
 def family(names: list[str], models: list[str], dry: bool) -> bool:
     """All of one process: first every product, which compiles what nobody else does, then whole models. Whether all was
     right."""
-    scale, began = scale_of(dry), time.perf_counter()
+    scale = scale_of(dry)
+    began = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(1)
     ops = TritonOps(scale.device) if not dry else TritonOps("cpu", pdl=False)
@@ -269,7 +286,8 @@ def whole(
     same = drafted(rig, scale)
     packed = [w for w in held.values() if not isinstance(w, Tensor)]
     wrong = [*other, *(k for k, ok in same.items() if not ok), *([] if cut else ["cut"])]
-    error, dense = off(got, want), off(control, want)
+    error = off(got, want)
+    dense = off(control, want)
     ok = not wrong and worst <= 1e-2 and error <= max(1e-2, 1.25 * dense) and (bool(packed) or name == "bf16")
     count = sum(plan.role == "matrix" for plan in tensor_plan(rig.config).values())
     row = dict(

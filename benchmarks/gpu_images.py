@@ -48,7 +48,8 @@ def pixels(config: VisionConfig, budget: int, seed: int = 0) -> torch.Tensor:
 
 
 def parity(name: str, device: torch.device) -> None:
-    config, budget = vision_config(name), 70
+    config = vision_config(name)
+    budget = 70
     weights = _dummy(config.tensors(), "cpu", torch.float32, 0)
     for key, weight in weights.items():
         if key.endswith(("q_norm.weight", "k_norm.weight")):  # random scores near one, or rounding decides
@@ -80,7 +81,8 @@ def milliseconds(run: object, device: torch.device, repeats: int) -> float:
 
 
 def tower(name: str, device: torch.device, repeats: int) -> None:
-    config, dtype = vision_config(name), torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = vision_config(name)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops = choose(device, "auto", None) if device.type == "cuda" else None
     model = VisionModel(config, _dummy(config.tensors(), device, dtype, 0), ops)
     for budget in (256,) if config.square else IMAGE_TOKENS:
@@ -113,9 +115,11 @@ def engine(name: str, layers: int | None, device: torch.device, ks: list[int], q
         folder(name, layers), load_format="dummy", drafter=drafter, max_context=4096, max_batch=8, device=str(device),
         image_tokens=IMAGE_TOKENS[-1], quantize=quantize,
     )  # fmt: skip
-    encoder, rng = llm.images(), np.random.default_rng(1)
+    encoder = llm.images()
+    rng = np.random.default_rng(1)
     encoder.tokens = 280
-    took, executor = time.perf_counter() - BEGAN, llm.engine.executors[0].name
+    took = time.perf_counter() - BEGAN
+    executor = llm.engine.executors[0].name
     print(f"{name}: loaded, {took:.0f} s; decoding by {executor}", flush=True)
     place = encoder.config.placeholder_id
     photo = lambda i: np.random.default_rng(i).integers(0, 256, (600, 800 + 60 * i, 3), dtype=np.uint8)  # noqa: E731

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-K, STEPS = 4, 10  # drafted tokens per cycle; steps or cycles that are timed
+# drafted tokens per cycle; steps or cycles that are timed
+K = 4
+STEPS = 10
 
 
 class Timed(TypedDict):

@@ -96,7 +96,8 @@ def products(formats: list[str], shapes: list[str]) -> None:
             many = [held] + [
                 dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))
             ]
-            times, triton = {}, {}
+            times = {}
+            triton = {}
             for rows in (1, 5, 8, 16, 40, 64, 320):
                 call = lambda i, x=x[:rows], many=many, extras=extras: ops.multiply(x, many[i], extras)  # noqa: E731
                 times[rows] = round(graph_us(call, len(many), 6), 1)
@@ -138,7 +139,8 @@ class RecipeOps(TritonOps):
     """Matrices in the formats of a recipe, whatever `quantize` is asked for: a GGUF kind (Q4_K_M: every second down
     projection in Q6_K, all else in Q4_K), `experts-int8`, or a mode of --quantize."""
 
-    recipe, downs = "int4", 0
+    recipe = "int4"
+    downs = 0
 
     def quantize(self, dense: torch.Tensor, mode: str) -> DeviceWeight:
         if self.recipe in MODES:
@@ -155,7 +157,8 @@ class RecipeOps(TritonOps):
 @torch.inference_mode()
 def graphs(size: str, recipes: list[str], cycles: list[str], context: int, kv: str, tables: bool) -> None:
     """Cycles BATCHxK as the engine captures them, alone; tables: their kernels too, the longest first."""
-    raw, pairs = dict(BUILTIN_CONFIGS[SIZES[size]]), [(int(b), int(k)) for b, k in (c.split("x") for c in cycles)]
+    raw = dict(BUILTIN_CONFIGS[SIZES[size]])
+    pairs = [(int(b), int(k)) for b, k in (c.split("x") for c in cycles)]
     for recipe in recipes:
         ops = RecipeOps("cuda")
         ops.recipe = recipe
@@ -226,7 +229,8 @@ def steps(
             return time.perf_counter() - began, sum(c.stats.cycles for c in done) / batch
 
         run(8)
-        short, long = min(run(16) for _ in range(2)), min(run(16 + tokens) for _ in range(2))
+        short = min(run(16) for _ in range(2))
+        long = min(run(16 + tokens) for _ in range(2))
         cycle = (long[0] - short[0]) / (long[1] - short[1])
         rate = (3.88 if k == 4 else 1.0) * batch / cycle
         held = round(torch.cuda.memory_allocated() / 2**30, 2)

@@ -137,7 +137,9 @@ class Rig:
         weights: given ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the
         ops can; kv: what K/V is held as."""
         self.kv = kv
-        self.raw, self.ops, self.device = raw, ops, torch.device(device)
+        self.raw = raw
+        self.ops = ops
+        self.device = torch.device(device)
         self.config = ModelConfig.from_hf(raw)
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, 0)
         self.model = TextModel(self.config, self.weights, ops)
@@ -169,7 +171,8 @@ class Rig:
 
     def take_block(self, raw: Foreign, quantize: str | None, slots: int, context: int) -> None:
         """A block drafter with dummy weights in place of the one that was there, and a cache that holds its K/V."""
-        self.drafter, self.drafter_weights = None, {}
+        self.drafter = None
+        self.drafter_weights = {}
         collect()
         config = BlockConfig.from_hf(raw).bound(self.config)
         made = dummy_weights(config, self.device, self.model.dtype, self.ops, quantize, seed=1)
@@ -224,7 +227,8 @@ class Rig:
         """Weights one draft step must read: of a clustered head the best clusters."""
         if not isinstance(self.drafter, MTPDrafter):
             return 0
-        config, total = self.drafter.model.config, 0.0
+        config = self.drafter.model.config
+        total = 0.0
         for name, w in self.drafter_weights.items():
             size = float(w.numel() * (1 if self.draft_narrow and w.ndim == 2 else w.element_size()))
             if name == "token_ordering":
@@ -289,13 +293,15 @@ class Rig:
         drafter; assumed: synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay
         is a call. nodes: tokens of a tree, k deep. part: the whole cycle, or the draft alone. model: with adapters,
         instead of the rig's own."""
-        batch, idle = len(seqs), self.store.spec.slots
+        batch = len(seqs)
+        idle = self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
         wide = self.config.hidden * (1 + len(self.drafter.taps if self.drafter is not None else ()))
         features = torch.randn((idle + 1, wide), device=self.device, generator=rng).to(self.model.dtype)
         sampling = SlotSampling(idle + 1, self.config.vocab_size, (), self.device)
-        state, inputs = State.of(features, sampling), Inputs.of(self.device, idle, batch)
+        state = State.of(features, sampling)
+        inputs = Inputs.of(self.device, idle, batch)
         state.last[slots] = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
         state.position[slots] = context
         inputs.slots[:batch] = slots
@@ -365,7 +371,8 @@ def plain_run(rig: Rig, seqs: list[SeqCache], context: int, steps: int) -> tuple
     run = rig.graph(seqs, 0, context, context + steps + 64, advance=True)
     for i in range(steps):
         run.graph.replay()
-        tokens[:, i], logits[:, i] = run.tokens[:, 0], run.logits
+        tokens[:, i] = run.tokens[:, 0]
+        logits[:, i] = run.logits
     return tokens, logits
 
 
@@ -376,7 +383,8 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
     batch, steps = tokens.shape
     device = rig.device
     padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
-    offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
+    offset = torch.arange(k + 1, device=device)
+    each = torch.arange(batch, device=device)[:, None]
 
     def propose(last: Tensor, length: Tensor) -> Draft:
         # row j of a cycle chooses token length - context + j
@@ -395,11 +403,14 @@ def tree_run(
 ) -> Equality:
     """The same with a tree a cycle, always of one shape (types.DraftTree). The path to its last deepest node knows
     the answer and is wrong about every fourth time; all others are. Compared are the rows on the accepted paths."""
-    (batch, steps), device, vocab = tokens.shape, rig.device, rig.config.vocab_size
+    batch, steps = tokens.shape
+    device = rig.device
+    vocab = rig.config.vocab_size
     nodes = len(parents)
     blank = torch.zeros((batch, nodes), dtype=torch.int64, device=device)
     tree = TreeRows.of([DraftTree((), parents)] * batch, blank)
-    k, depth = tree.deepest, tree.depth[1 : nodes + 1]
+    k = tree.deepest
+    depth = tree.depth[1 : nodes + 1]
     leaf = int((tree.depth[: nodes + 1] == k).nonzero()[-1])
     known = torch.isin(torch.arange(1, nodes + 1, device=device), tree.ancestors[leaf])
     padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
@@ -423,8 +434,11 @@ def compared(run: CapturedCycle, context: int, tokens: Tensor, logits: Tensor, r
     """Cycles until every sequence has its tokens [B, steps], each held against them and their logits [B, steps, V].
     rows [B, K + 1]: which of a sequence's rows chose each token. Compared on the device: the host looks every 16 cycles
     whether all are done."""
-    (batch, steps), device, k = tokens.shape, tokens.device, run.k
-    offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
+    batch, steps = tokens.shape
+    device = tokens.device
+    k = run.k
+    offset = torch.arange(k + 1, device=device)
+    each = torch.arange(batch, device=device)[:, None]
     bad_tokens, bad_logits, taken, made = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     first = torch.full((), steps, dtype=torch.int64, device=device)
     cycles = 0

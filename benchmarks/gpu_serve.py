@@ -43,7 +43,9 @@ def client() -> None:
     waiting = sorted(enumerate(asked["streams"]), key=lambda pair: pair[1]["at"])
     seen: list[Any] = [[] for _ in waiting]
     word = re.compile(rb" w\d")
-    chosen, rest, open_ones = selectors.DefaultSelector(), {}, 0
+    chosen = selectors.DefaultSelector()
+    rest = {}
+    open_ones = 0
     while waiting or open_ones:
         while waiting and waiting[0][1]["at"] <= time.time():
             i, stream = waiting.pop(0)
@@ -57,11 +59,14 @@ def client() -> None:
             )
             sock.sendall("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
             chosen.register(sock, selectors.EVENT_READ, i)
-            rest[i], open_ones = b"", open_ones + 1
+            rest[i] = b""
+            open_ones = open_ones + 1
         pause = 0.05 if not waiting else min(0.05, max(0.0, waiting[0][1]["at"] - time.time()))
         for key, _ in chosen.select(pause):
             assert isinstance(key.fileobj, socket.socket)
-            data, now, i = key.fileobj.recv(1 << 18), time.time(), key.data
+            data = key.fileobj.recv(1 << 18)
+            now = time.time()
+            i = key.data
             if not data:
                 chosen.unregister(key.fileobj)
                 key.fileobj.close()
@@ -166,7 +171,8 @@ def words(vocab: int) -> Any:
 def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
     """Milliseconds between tokens (a chunk of m tokens after g is m times g/m), and between chunks, of what arrived in
     this time."""
-    tokens, chunks = [], []
+    tokens = []
+    chunks = []
     for stream in seen:
         for (before, *_), (at, count, *_) in itertools.pairwise(stream):
             if begin <= before and at <= end and count > 0:
@@ -239,7 +245,8 @@ def main() -> None:
     from outrider.server.model_info import ServedModel
     from outrider.server.settings import ServerSettings
 
-    model, arrivals = SIZES[args.size], 6
+    model = SIZES[args.size]
+    arrivals = 6
     began = time.perf_counter()
     room = max(args.long, args.prompt + args.tokens) + 64
     tokens = args.streams * (args.prompt + args.tokens + 96) + arrivals * room
@@ -267,7 +274,8 @@ def main() -> None:
     sys.setswitchinterval(0.0002)  # as `outrider serve` does
     gc.collect()
     gc.freeze()
-    began, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    began = time.perf_counter()
+    free = torch.cuda.mem_get_info()[0]
     backend = ServedModel.of(llm, print)
     taken = (free - torch.cuda.mem_get_info()[0]) >> 20
     say(ready_s=time.perf_counter() - began, ready_mb=taken)
@@ -282,18 +290,22 @@ def main() -> None:
             ("http with long prompts", mixed, 4),
         )
         for label, load, seed in runs:
-            before, before_host, steps = threads(), dict(host_spent), llm.engine.metrics.steps
+            before = threads()
+            before_host = dict(host_spent)
+            steps = llm.engine.metrics.steps
             seen, start = through_http(port, load, seed, args.cores and args.cores[1])
             spent = {name: 1e6 * (s - before.get(name, 0.0)) for name, s in threads().items()}
             wrong = [line for stream in seen for line in stream if line[1] < 0]
-            streams, long = seen[: load.streams], seen[load.streams :]
+            streams = seen[: load.streams]
+            long = seen[load.streams :]
             tokens = sum(line[1] for stream in streams for line in stream)
             ends = [stream[-1][0] for stream in streams if stream]
             seconds = max(ends, default=start) - start
             until = min(ends, default=start)
             since = max((stream[0][0] for stream in streams if stream), default=start)
             if long:
-                since, until = max(since, start + 0.3), min(until, max((s[0][0] for s in long if s), default=until))
+                since = max(since, start + 0.3)
+                until = min(until, max((s[0][0] for s in long if s), default=until))
             firsts = sorted(round(stream[0][0] - start, 3) for stream in streams if stream)
             host = {part: round(s - before_host[part], 3) for part, s in host_spent.items()}
             late = [round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s]

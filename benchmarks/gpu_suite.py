@@ -57,9 +57,11 @@ def main() -> None:
                 continue
             began = time.perf_counter()
             try:
-                ok, note = True, check()
+                ok = True
+                note = check()
             except Exception as error:
-                ok, note = False, f"{type(error).__name__}: {error}"[:600]
+                ok = False
+                note = f"{type(error).__name__}: {error}"[:600]
                 (args.out / "failures.txt").open("a").write(f"== {name}\n{traceback.format_exc()}\n")
             collect()
             seconds = time.perf_counter() - began

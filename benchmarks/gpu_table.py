@@ -29,7 +29,9 @@ from outrider.types import MAX_DRAFT, OutriderError
 
 Say = Callable[[str], None]
 CYCLES = 40  # of a synthetic run
-PROMPT, CHUNK = 4096, 1024  # of the prefill measurement
+# of the prefill measurement
+PROMPT = 4096
+CHUNK = 1024
 BF16_FLOPS = 989e12  # an H200's dense bf16 rate, as published
 # ms per token, cycle / AR at K = 4, 8, 16, and how many times faster than transformers' plain and assisted steps
 TARGETS: Mapping[str, tuple[float, Mapping[int, float], float | None, float | None]] = {
@@ -188,7 +190,9 @@ def measure_size(size: str, settings: GpuBenchSettings, say: Say, make: Callable
 
 
 def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say) -> None:
-    size, batch, context = record["size"], record["batch"], record["context"]
+    size = record["size"]
+    batch = record["batch"]
+    context = record["context"]
     ks = (0, 4) if settings.quick and batch > 1 else settings.ks
     beside = allocated()
     if torch.cuda.is_available():
@@ -288,7 +292,9 @@ def measure_prefill(rig: Rig) -> dict[str, float]:
         whole, 2, 0
     )  # early sliding pages were given back: what is written there now is nobody's, at the same cost
     rig.store.close(seq)
-    moe, params, last = rig.config.moe, 0.0, rig.config.kv_layers[-1]
+    moe = rig.config.moe
+    params = 0.0
+    last = rig.config.kv_layers[-1]
     for name, w in rig.weights.items():
         layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
         through = layer < last or (
@@ -362,7 +368,8 @@ def table(records: Sequence[Record]) -> list[list[str]]:
                 verdict(r["synthetic"][k]["speedup_at_expected"], ups.get(k), True) for k in ks if k in r["synthetic"]
             )
         )
-        hf, four = r.get("hf"), r["cycles"].get(4)
+        hf = r.get("hf")
+        four = r["cycles"].get(4)
         pairs = (
             (hf and hf["ar_ms"], r["ar_ms"], aim and aim[2]),
             (hf and hf["mtp_ms"], four and four["ms"], aim and aim[3]),
@@ -406,7 +413,8 @@ def write(folder: Path, records: Sequence[Record], command: str) -> list[Path]:
         "machine": machine(),
         "command": command,
     }
-    lines, text = folder / "gpu.jsonl", folder / "gpu.txt"
+    lines = folder / "gpu.jsonl"
+    text = folder / "gpu.txt"
     lines.write_text("".join(json.dumps({**stamp, "figures": r}) + "\n" for r in records), encoding="utf-8")
     text.write_text(f"{stamp['machine']}, {stamp['date']}\n{text_table(table(records))}\n", encoding="utf-8")
     return [lines, text]

@@ -74,7 +74,8 @@ def train(out: Path, prompts: int, steps: int) -> None:
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(dense_model(), LoraConfig(r=16, lora_alpha=32, target_modules=linear))
     learn = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
-    rng, began = random.Random(0), time.perf_counter()
+    rng = random.Random(0)
+    began = time.perf_counter()
     for step in range(steps):
         total = 0.0
         for ids, answer in rng.sample(pairs, 4):

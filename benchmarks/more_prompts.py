@@ -42,7 +42,8 @@ TOPIC = (
     "Describe {a} to somebody who has never heard of it, in detail.",
     "What questions do people ask about {a}? Answer three of them.",
 )  # fmt: skip
-PASSAGE, ARTICLES = r"[A-Z][^\n]{2,60} -- [^\n]{200,}", ("p3/quoref", "p3/duorc", "standardebooks")
+PASSAGE = r"[A-Z][^\n]{2,60} -- [^\n]{200,}"
+ARTICLES = ("p3/quoref", "p3/duorc", "standardebooks")
 NEWS = r"(?s)(?:from English to \w+\.|English to \w+:)\s+(.*)"
 
 
@@ -54,7 +55,11 @@ class Passages:
     """What the prompts of a file are about."""
 
     def __init__(self, rows: list[dict[str, str]]):
-        alone, asked, articles, news, titles = set(), set(), set(), set(), set()
+        alone = set()
+        asked = set()
+        articles = set()
+        news = set()
+        titles = set()
         self.own: dict[str, str] = {}  # a passage's own question
         for row in rows:
             text = row["prompt"]
@@ -72,7 +77,10 @@ class Passages:
                 pieces = text.split("\n\n")
                 own = "\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)
                 articles.add(own.strip())
-        self.alone, self.asked, self.news, self.titles = sorted(alone), sorted(asked), sorted(news), sorted(titles)
+        self.alone = sorted(alone)
+        self.asked = sorted(asked)
+        self.news = sorted(news)
+        self.titles = sorted(titles)
         self.articles = sorted(a for a in articles if len(a) > 700)
 
     def several(self, rng: np.random.Generator, among: list[str], size: int, most: int) -> list[str]:
@@ -109,7 +117,8 @@ def more_prompts(
     with gzip.open(source, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     held = set(HELD_OUT.read_text(encoding="utf-8").split())
-    passages, rng = Passages([row for row in rows if row["id"] not in held]), np.random.default_rng(seed)
+    passages = Passages([row for row in rows if row["id"] not in held])
+    rng = np.random.default_rng(seed)
     made = [("long", passages.long(n, rng)) for n in range(long)] + [
         ("topic", passages.topic(rng)) for _ in range(topics)
     ]

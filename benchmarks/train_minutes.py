@@ -51,7 +51,8 @@ def random_model(out: Path) -> Path:
 
 def one_run(name: str, model: Path | str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
     folder = args.out / f"{name}-{minutes:g}"
-    began, load = time.perf_counter(), os.getloadavg()[0]
+    began = time.perf_counter()
+    load = os.getloadavg()[0]
     asked = ("--target", model, "--data", args.out / "train.jsonl", "--minutes", minutes, "--out", folder)
     code = outrider(args.cores, "train", *asked, "--device", "cpu").returncode
     row: dict[str, Any] = {"model": name, "minutes": minutes, "code": code, "load": [load, os.getloadavg()[0]]}
@@ -60,7 +61,8 @@ def one_run(name: str, model: Path | str, minutes: float, args: argparse.Namespa
     row["forecast"] = json.loads(forecast.read_text()) if forecast.exists() else None
     if not (folder / "drafter" / "provenance.json").exists():
         return row
-    story, data = json.loads((folder / "drafter" / "provenance.json").read_text()), Sequences.load(folder / "data.npz")
+    story = json.loads((folder / "drafter" / "provenance.json").read_text())
+    data = Sequences.load(folder / "data.npz")
     row["happened"] = {"answered": data.answer_tokens, "steps": story["steps"], "training_s": story["seconds"]}
     heldout = ("--prompts", args.out / "heldout.jsonl", "--max-tokens", 96, "--device", "cpu", "--json")
     judged = outrider(args.cores, "eval-drafter", model, folder / "drafter", *heldout)

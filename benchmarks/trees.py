@@ -46,7 +46,9 @@ def prompts(per: int) -> list[tuple[str, str]]:
 
 def answer(llm: LLM, controller: Controller, ids: list[int], params: SamplingParams, way: str, to: list[Sums]) -> Any:
     """One request, alone, with a controller of its own: its tokens. What it took is added to each of `to`."""
-    engine, tokens, stats = llm.engine, list[int](), None
+    engine = llm.engine
+    tokens = list[int]()
+    stats = None
     engine.policy.controller = controller
     (request,) = llm.requests(ids, params, WAYS[way][0], tree=WAYS[way][1])
     engine.submit(request)
@@ -65,7 +67,8 @@ def answer(llm: LLM, controller: Controller, ids: list[int], params: SamplingPar
 
 def tokens(args: argparse.Namespace) -> None:
     llm = LLM.load(args.model, engine=EngineConfig(max_batch=1, max_context=2048, prefix_cache=False), say=say)
-    start, names = llm.engine.controller, list(WAYS)
+    start = llm.engine.controller
+    names = list(WAYS)
     for temperature in (float(t) for t in args.temperatures.split(",")):
         sums: dict[tuple[str, str], Sums] = defaultdict(lambda: defaultdict(float))
         tables = {way: CostTable.from_json(start.cost.to_json()) for way in WAYS}
@@ -110,10 +113,8 @@ def bits(size: str, layers: int) -> None:
 def cycles(size: str) -> None:
     """Median milliseconds of one graph; drafted: with the drafter's part, otherwise the drafts are at hand."""
     with Rig.of(size, None, slots=2, context=2048, compiled=True) as rig:
-        seqs, tree = (
-            rig.open(1, 1024, 128),
-            TreeRows.of([DraftTree((), SHAPE[:15])], torch.zeros((1, 15), dtype=torch.int64, device=rig.device)),
-        )
+        seqs = rig.open(1, 1024, 128)
+        tree = TreeRows.of([DraftTree((), SHAPE[:15])], torch.zeros((1, 15), dtype=torch.int64, device=rig.device))
         some = torch.arange(1, 17, device=rig.device)[None]
 
         def chain(last: torch.Tensor, length: torch.Tensor) -> Draft:

@@ -100,7 +100,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def tensors(raw: dict[str, Any], seed: int = 0, spread: float = 0.25) -> dict[str, Tensor]:
     """Random tensors that such a checkpoint holds, by their names on disk."""
     config = BlockConfig.from_hf(raw)
-    generator, made = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
     for plan in tensor_plan(config).values():
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
             if plan.role == "index":  # offsets: draft id d is the target's id d + 20 from the 10th on
@@ -133,7 +134,8 @@ def context_of(block: BlockNet, streams: list[Tensor], following: Tensor | None 
     store = KVStore(block.target.config, CacheSpec(1, 64, 4, 64, 64), torch.float32, "cpu", block.kv_specs)
     cache, _ = store.open([0], 4, reuse=False)
     store.reserve(cache, max(count, 1))
-    at, start = torch.arange(count), torch.tensor([0, count], dtype=torch.int32)
+    at = torch.arange(count)
+    start = torch.tensor([0, count], dtype=torch.int32)
     kv = store.view(torch.tensor([cache.slot]), at, torch.zeros_like(at), start, count, max(count, 1))
     if count:
         block.write_context(streams, kv, torch.zeros_like(at) if following is None else following)
@@ -150,13 +152,15 @@ def audit_pages(engine: Engine, block: BlockNet) -> int:
         store = KVStore(block.target.config, CacheSpec(1, 512, 16, 512, 512), torch.float32, "cpu", block.kv_specs)
         cache, _ = store.open([0], 16, reuse=False)
         store.reserve(cache, known)
-        at, start = torch.arange(known), torch.tensor([0, known], dtype=torch.int32)
+        at = torch.arange(known)
+        start = torch.tensor([0, known], dtype=torch.int32)
         kv = store.view(torch.tensor([cache.slot]), at, torch.zeros_like(at), start, known, known)
         out = block.target.forward(torch.tensor(seq.tokens[:-1]), kv, block.config.taps or ())
         block.write_context(out.streams, kv, torch.tensor(seq.tokens[1:]))
         for spec in block.kv_specs:
             first = 0 if spec.window is None else max(0, known - spec.window + 1)  # pages before it are given back
-            mine, fresh = kept(engine.store, seq.held.slot, spec, known), kept(store, cache.slot, spec, known)
+            mine = kept(engine.store, seq.held.slot, spec, known)
+            fresh = kept(store, cache.slot, spec, known)
             for a, b in zip(mine, fresh, strict=True):
                 assert torch.equal(a[:, first:], b[:, first:]), (seq.id, known)
     return len(seqs)

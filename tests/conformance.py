@@ -37,7 +37,8 @@ def endless_target(folder: Path) -> Path:
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor[0] = 0.0
-    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors["lm_head.weight"]
     embedding[:, 0] = 4 * embedding.std()
     head[:, 0] = 0.0
     first = len(tiny.SPECIAL)

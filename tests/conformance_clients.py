@@ -149,7 +149,8 @@ def anthropic_stop_sequence(api: Api) -> None:
     assert api.chat(max_tokens=40, temperature=0, stop=end)["choices"][0]["stop_reason"] == end  # vLLM's name for it
     text = {"prompt": "Say it", "temperature": 0, "return_token_ids": True}
     first = api.post("/v1/completions", text)["choices"][0]
-    [token, *_], letter = first["token_ids"], first["text"][0]
+    [token, *_] = first["token_ids"]
+    letter = first["text"][0]
     by_token = api.post("/v1/completions", {**text, "stop_token_ids": [token], "stop": letter})["choices"][0]
     assert (
         by_token["finish_reason"] == "stop" and by_token["stop_reason"] == token

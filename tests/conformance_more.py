@@ -40,14 +40,16 @@ def embeddings_long_texts_are_read_in_parts(api: Api) -> None:
 
 @case
 def embeddings_base64(api: Api) -> None:
-    (plain,), (coded,) = vectors(embed(api, "hello")), vectors(embed(api, "hello", encoding_format="base64"))
+    (plain,) = vectors(embed(api, "hello"))
+    (coded,) = vectors(embed(api, "hello", encoding_format="base64"))
     raw = base64.b64decode(str(coded))
     assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == plain
 
 
 @case
 def embeddings_dimensions(api: Api) -> None:
-    (whole,), (short,) = vectors(embed(api, "hello")), vectors(embed(api, "hello", dimensions=8))
+    (whole,) = vectors(embed(api, "hello"))
+    (short,) = vectors(embed(api, "hello", dimensions=8))
     length = sum(x * x for x in whole[:8]) ** 0.5
     assert len(short) == 8 and all(abs(a / length - b) < 1e-5 for a, b in zip(whole, short))
     assert embed(api, "hello", 400, dimensions=10_000)["error"]["param"] == "dimensions"

@@ -52,11 +52,13 @@ def draft_rig(sliding: int, **assistant: Any) -> Rig:
 
 def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: list[SamplingParams]) -> DraftBatch:
     """The first sequences, one for each of `params`, at one context or at one each."""
-    n, device = len(params), rig.device
+    n = len(params)
+    device = rig.device
     lengths = [contexts] * n if isinstance(contexts, int) else contexts
     slots = torch.tensor([s.slot for s in seqs[:n]], device=device)
     length = torch.tensor(lengths, device=device)
-    each, start = torch.arange(n, device=device), torch.arange(n + 1, dtype=torch.int32, device=device)
+    each = torch.arange(n, device=device)
+    start = torch.arange(n + 1, dtype=torch.int32, device=device)
     kv = rig.store.view(slots, length - 1, each, start, 1, max(lengths) + 64)
     rng = torch.Generator(device=device).manual_seed(lengths[0] + n)
     features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)

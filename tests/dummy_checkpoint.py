@@ -26,7 +26,10 @@ from outrider.weights.source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
 FREQS = "rope_freqs.weight"
-ALIGN, CHUNK, SPREAD, DRAFTER_CONTEXT = 32, 4 << 20, 0.02, 131072
+ALIGN = 32
+CHUNK = 4 << 20
+SPREAD = 0.02
+DRAFTER_CONTEXT = 131072
 Written = Value | list[bool] | list[int]  # an entry of GGUF metadata
 CODES = {name: code for code, name in TENSOR_TYPES.items()}
 ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {
@@ -129,7 +132,8 @@ class Contents:
             return self.small(t)
         if t.kind not in self.chunks:
             self.chunks[t.kind] = blocks(t.kind, self.rng)
-        chunk, size = self.chunks[t.kind], nbytes(t)
+        chunk = self.chunks[t.kind]
+        size = nbytes(t)
         width = BLOCKS[t.kind][1] if t.kind in BLOCKS else ITEM_BYTES[t.kind]
         start = int(self.rng.integers(len(chunk) // width)) * width  # tensors differ
         return ((chunk[start:] + chunk[:start]) * (size // len(chunk) + 1))[:size]
@@ -162,7 +166,8 @@ def gguf_name(name: str, arch: str) -> str:
 def metadata(config: ModelConfig | DrafterConfig, arch: str, tokenizer: Path | None) -> dict[str, Written]:
     """Keys in the order written. An int is a u32, a float an f32, a list an array. A drafter uses its target's
     tokenizer."""
-    first, layers = config.layers[0], config.layers
+    first = config.layers[0]
+    layers = config.layers
     keys: dict[str, Written] = {
         "context_length": config.max_context if isinstance(config, ModelConfig) else DRAFTER_CONTEXT,
         "embedding_length": config.hidden,
@@ -228,11 +233,17 @@ def tokenizer_keys(size: int, folder: Path | None) -> dict[str, Written]:
     if folder is None:
         special = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
         tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
-        kinds, merges, bos, eos, template = dict.fromkeys(special, 3), ["Ġ t", "h e", "Ġt he"], 2, 1, TEMPLATE
+        kinds = dict.fromkeys(special, 3)
+        merges = ["Ġ t", "h e", "Ġt he"]
+        bos = 2
+        eos = 1
+        template = TEMPLATE
     else:
         made, told = (json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config"))
         kinds = {token["content"]: 3 if token["special"] else 4 for token in made["added_tokens"]}
-        tokens, merges, template = [*made["model"]["vocab"], *kinds], made["model"]["merges"], told["chat_template"]
+        tokens = [*made["model"]["vocab"], *kinds]
+        merges = made["model"]["merges"]
+        template = told["chat_template"]
         bos = eos = tokens.index(told["eos_token"])
     assert size >= len(tokens), "too small for the tokenizer"
     types = [kinds.get(token, 1) for token in tokens] + [5] * (size - len(tokens))
@@ -277,7 +288,9 @@ def write_gguf(
     path: Path, config: ModelConfig | DrafterConfig, fmt: str, seed: int = 0, tokenizer: Path | None = None
 ) -> None:
     kind = config.model_type.removesuffix("_text").replace("unified_assistant", "assistant")
-    arch, held, contents = ARCH_OF[kind], tensors(config, fmt), Contents(seed)
+    arch = ARCH_OF[kind]
+    held = tensors(config, fmt)
+    contents = Contents(seed)
     if arch.startswith("gemma4"):  # llama.cpp wants the angles of full attention spelt out; our reader knows them
         full = next(layer for layer in config.layers if layer.attn.window is None)
         held.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
@@ -316,7 +329,8 @@ def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> byte
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 def write_folder(path: Path, raw: Foreign, config: ModelConfig | DrafterConfig, seed: int = 0) -> None:
     """config.json and model.safetensors; a target gets a byte-level tokenizer."""
-    contents, state = Contents(seed), {}
+    contents = Contents(seed)
+    state = {}
     for t in tensors(config, "bf16"):
         dtype = {"I64": torch.int64, "F32": torch.float32, "BF16": torch.bfloat16}[t.kind]
         values = torch.frombuffer(bytearray(contents.of(t)), dtype=dtype).view(t.shape)

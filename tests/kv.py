@@ -36,7 +36,8 @@ class PagedKV:
     def read(self, layer: int, group: GroupName, seq: int, count: int) -> tuple[Tensor, Tensor]:
         """K and V of positions 0..count-1: [kv_heads, count, D]."""
         pages = self.tables[group][seq].long()
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
+        values = self.values[layer]
         assert keys is not None and values is not None
         k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, :count] for x in (keys, values))
         return k, v

@@ -61,7 +61,8 @@ def refuses(api: Api, path: str, body: Any, *words: str, status: int = 400) -> N
 
 def chat_shape(api: Api, **body: Any) -> None:
     told = api.chat(messages=BOOK, **body)
-    choice, usage = told["choices"][0], told["usage"]
+    choice = told["choices"][0]
+    usage = told["usage"]
     assert "cmpl" in told["id"] and told["system_fingerprint"] and choice["finish_reason"] == "length"
     assert choice["message"]["role"] == "assistant" and usage["completion_tokens"] == 8
     assert usage["total_tokens"] == usage["prompt_tokens"] + 8
@@ -254,7 +255,9 @@ def responses_by_library(api: Api) -> None:
 
 
 def responses_stream_by_library(api: Api) -> None:
-    text, ids, done = "", set(), None
+    text = ""
+    ids = set()
+    done = None
     for r in library(api).responses.create(model="m", input=BOOK, max_output_tokens=8, temperature=0, stream=True):  # type: ignore[call-overload]
         ids |= {r.item_id} if hasattr(r, "item_id") else set()
         text += r.delta if r.type == "response.output_text.delta" else ""
@@ -281,7 +284,8 @@ def vectors(api: Api, given: Any, **more: Any) -> list[Any]:
 
 
 def in_base64(api: Api) -> None:
-    [plain], [packed] = vectors(api, "x"), vectors(api, "x", encoding_format="base64")
+    [plain] = vectors(api, "x")
+    [packed] = vectors(api, "x", encoding_format="base64")
     raw = base64.b64decode(packed)
     assert struct.unpack(f"{len(raw) // 4}f", raw) == pytest.approx(plain)
 
@@ -396,10 +400,12 @@ def forced(api: Api, stream: bool, tool: Any = TOOL, choice: Any = "required") -
     if stream:
         deltas = [c["choices"][0]["delta"].get("tool_calls", [None])[0] for c in api.stream(**body) if c["choices"]]
         calls = [d["function"] for d in deltas if d]
-        name, arguments = calls[0]["name"], "".join(c.get("arguments", "") for c in calls)
+        name = calls[0]["name"]
+        arguments = "".join(c.get("arguments", "") for c in calls)
     else:
         [call] = api.chat(**body)["choices"][0]["message"]["tool_calls"]
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
     assert name == tool["function"]["name"] and isinstance(json.loads(arguments), dict)
 
 

@@ -47,7 +47,8 @@ def several(api: Api, stream: bool) -> None:
     whole = api.post("/v1/completions", body)["choices"]
     assert [c["index"] for c in whole] == [0, 1, 2] and len({c["text"] for c in whole}) == 3
     if stream:
-        texts, ends = ["", "", ""], 0
+        texts = ["", "", ""]
+        ends = 0
         for c in api.lines("/v1/completions", {**body, "stream": True}):
             texts[c["choices"][0]["index"]] += c["choices"][0]["text"]
             ends += c["choices"][0]["finish_reason"] is not None

@@ -64,7 +64,8 @@ def compare(case: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
 def engine(case: dict[str, Any], group: ProcessGroup, graphs: bool) -> Engine:
     """graphs: by the executor that captures steps on a GPU; here the captured function itself runs, one step ahead of
     the host."""
-    ops, cpu = CpuOps(1), torch.device("cpu")
+    ops = CpuOps(1)
+    cpu = torch.device("cpu")
     config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=group.tp)
     target = TextModel(config, weights, ops, group)
     drafter, names, _ = pick_drafter(
@@ -98,7 +99,8 @@ def answers(made: Engine, drafter: bool, tag: str) -> list[list[int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    group, found = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv]), {}
+    group = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv])
+    found = {}
     for case in json.loads(Path(sys.argv[2]).read_text()):
         one = found[case["name"]] = compare(case, group)
         if case.get("plain"):

@@ -50,10 +50,12 @@ def words(q: Tensor, bits: int, places: list[int] | None = None) -> Tensor:
 
 def compressed(bits: int, group: int, symmetric: bool, ordered: bool = False) -> Callable[[Tensor], Made]:
     def make(w: Tensor) -> Made:
-        size, order = group or w.shape[1], shuffled(w, ordered)
+        size = group or w.shape[1]
+        order = shuffled(w, ordered)
         q, zero, scale, values = grid(w[:, order], bits, size, symmetric)
         back = torch.argsort(order)
-        q, values = q[:, back], values[:, back]
+        q = q[:, back]
+        values = values[:, back]
         out = {"weight_packed": words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
         if not symmetric:
             out["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
@@ -106,7 +108,8 @@ def fp8(how: str, name: str = "weight_scale", block: tuple[int, int] = (16, 32))
             scale = w.abs().amax(1, keepdim=True) / 448
             full = scale.expand(w.shape)
         else:
-            rows, columns = -(-w.shape[0] // down), w.shape[1] // across
+            rows = -(-w.shape[0] // down)
+            columns = w.shape[1] // across
             padded = torch.nn.functional.pad(w, (0, 0, 0, rows * down - w.shape[0]))
             scale = padded.view(rows, down, columns, across).abs().amax((1, 3)) / 448
             full = scale.repeat_interleave(down, 0)[: w.shape[0]].repeat_interleave(across, 1)

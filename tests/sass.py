@@ -38,7 +38,9 @@ def registers_after(text: str, change: str) -> tuple[int, int]:
             found.append((made[2], made[3], made[4]))
     start = next(i for i, (_, name, _) in enumerate(found) if name.startswith(f"USETMAXREG.{change}"))
     left = int(re.findall(r"0x[0-9a-f]+", found[start][2])[-1], 16)
-    seen, ahead, most = set[int](), [start + 1], 0
+    seen = set[int]()
+    ahead = [start + 1]
+    most = 0
     while ahead:
         at = ahead.pop()
         if at in seen:

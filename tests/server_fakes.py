@@ -96,8 +96,13 @@ class FakeEngine:
     ) -> None:
         """`hold`: after so many tokens an answer waits for `go`, so that what is shown of a running answer is shown on
         any machine."""
-        self.tokenizer, self.say, self.draft, self.delay, self.batch = tok, say or self.babble, draft, delay, batch
-        self.hold, self.go = hold, threading.Event()
+        self.tokenizer = tok
+        self.say = say or self.babble
+        self.draft = draft
+        self.delay = delay
+        self.batch = batch
+        self.hold = hold
+        self.go = threading.Event()
         self.metrics = Metrics()
         self.meanwhile: Callable[[], None] = lambda: None
         self.running: dict[str, _Running] = {}
@@ -150,7 +155,8 @@ class FakeEngine:
             raise RuntimeError(
                 f"made to fail on {[self.tokenizer.decode(r.request.prompt) for r in self.running.values()]}"
             )
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         ready = [r for r in self.running.values() if not r.paused and not self._held(r)]
         if not ready and not events:
             time.sleep(0.005)
@@ -189,7 +195,8 @@ class FakeEngine:
         pass
 
     def _advance(self, run: _Running) -> Event:
-        p, k = run.request.params, self.draft if run.request.draft_tokens is None else run.request.draft_tokens
+        p = run.request.params
+        k = self.draft if run.request.draft_tokens is None else run.request.draft_tokens
         tokens, accepted = self._tokens(run, k)
         taken = run.answer.take(tokens, p.max_tokens - len(run.out))
         n = len(taken.texts)
@@ -201,7 +208,8 @@ class FakeEngine:
         stats = run.stats if taken.finish else None
         tree = None
         if self.branching and k:
-            run.stats.trees, run.stats.branched = run.stats.trees + 1, run.stats.branched + accepted
+            run.stats.trees = run.stats.trees + 1
+            run.stats.branched = run.stats.branched + accepted
             guesses = [self.tokenizer.encode("owl")[0], *tokens[:accepted]]
             tree = VerifiedTree.of(
                 [0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses

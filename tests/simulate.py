@@ -86,7 +86,8 @@ def replay(
 ) -> Replay:
     """Run the traces in order, `batch` at a time (a finished one is replaced by the next). `noise`: relative spread of
     the step times that the controller observes; the totals use the true ones."""
-    out, rng = Replay(), random.Random(seed)
+    out = Replay()
+    rng = random.Random(seed)
     waiting = list(reversed(traces))
     running: dict[str, tuple[Trace, int]] = {}
     while waiting or running:
@@ -115,7 +116,8 @@ def replay(
                 min(k, max(0, trace.run(choice.drafter, position)), here.remaining - 1) if choice.drafter and k else 0
             )
             policy.observe(here.id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
-            out.drafted, out.accepted = out.drafted + k, out.accepted + accepted
+            out.drafted = out.drafted + k
+            out.accepted = out.accepted + accepted
             out.seconds[here.id] += seconds / len(views)
             position += accepted + 1
             if position >= len(trace.runs):
@@ -140,7 +142,8 @@ def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Contro
     them."""
     if confidence is None or choice.drafter is None or choice.stop == 0.0:
         return choice, choice.k
-    trust, path = policy.trust(choice.drafter), 1.0
+    trust = policy.trust(choice.drafter)
+    path = 1.0
     for j in range(min(choice.k, len(confidence))):
         path *= trust[min(len(trust) - 1, int(confidence[j] * len(trust)))]
         if path < choice.drop:
@@ -153,7 +156,9 @@ def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Contro
 # ---- oracles (batch 1) ---------------------------------------------------------------------------------------------
 def fixed_seconds(trace: Trace, drafter: str | None, k: int, cost: CostTable) -> float:
     """Seconds with always k tokens of one drafter, where it has any; k = 0 is plain decoding."""
-    seconds, position, n = 0.0, 0, len(trace.runs)
+    seconds = 0.0
+    position = 0
+    n = len(trace.runs)
     while position < n:
         run = trace.run(drafter, position) if drafter is not None else 0
         drafted = min(k, n - position - 1) if run >= 0 else 0

@@ -20,8 +20,12 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-VOCAB, HIDDEN, WINDOW, CONTEXT = 288, 32, 8, 512
-CLUSTERS, CLUSTER_TOP = 16, 4
+VOCAB = 288
+HIDDEN = 32
+WINDOW = 8
+CONTEXT = 512
+CLUSTERS = 16
+CLUSTER_TOP = 4
 PAD, EOS, BOS, UNK, START, END = range(6)
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -39,7 +43,8 @@ _COMMON = dict(
     bos_token_id=BOS,
 )  # fmt: skip
 _LLAMA = _COMMON | dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
-_S, _F = "sliding_attention", "full_attention"
+_S = "sliding_attention"
+_F = "full_attention"
 _GEMMA = _COMMON | dict(
     num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, head_dim=16, sliding_window=WINDOW
 )

@@ -23,7 +23,10 @@ from outrider.models.vision_config import VisionConfig
 GEMMA4 = ("gemma4_e2b", "gemma4_31b", "gemma4_12b")
 KINDS = (*GEMMA4, "gemma3_4b")
 SPELLED = {"gemma3_4b": ("<start_of_image>", "<image_soft_token>", "<end_of_image>")}
-BOI, IMAGE, EOI = 262, 263, 264  # behind the byte-level tokenizer's 262
+# behind the byte-level tokenizer's 262
+BOI = 262
+IMAGE = 263
+EOI = 264
 IDS = dict(boi_token_id=BOI, image_token_id=IMAGE, eoi_token_id=EOI, video_token_id=265, audio_token_id=266)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

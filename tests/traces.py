@@ -23,8 +23,10 @@ def synthetic(
     rng = random.Random(seed)
     out = []
     for index in range(count):
-        n, level = rng.randint(*tokens), rng.uniform(*easiness)
-        mood, hard = 0.0, []
+        n = rng.randint(*tokens)
+        level = rng.uniform(*easiness)
+        mood = 0.0
+        hard = []
         for _ in range(n + MAX_DRAFT):
             mood = 0.9 * mood + rng.gauss(0.0, 0.06)
             hard.append(rng.random() + mood)
@@ -35,16 +37,19 @@ def synthetic(
         for p in range(n if confident else 0):
             margins = [level - decay * j - hard[p + j] + rng.gauss(0.0, 0.15) for j in range(MAX_DRAFT)]
             sure.append(tuple(round(1.0 / (1.0 + math.exp(-6.0 * m)), 3) for m in margins))
-        ngram, match = [-1] * n, [0] * n
+        ngram = [-1] * n
+        match = [0] * n
         p = 0
         while copying > 0.0 and p < n:
             if rng.random() < copying / 12:
                 span = rng.randint(4, 24)
                 for q in range(p, min(n, p + span)):
-                    match[q], ngram[q] = 2 + q - p, min(MAX_DRAFT, p + span - q - 1)
+                    match[q] = 2 + q - p
+                    ngram[q] = min(MAX_DRAFT, p + span - q - 1)
                 p += span
             elif rng.random() < 0.1:
-                match[p], ngram[p] = rng.randint(1, 3), rng.choice((0, 0, 0, 1))
+                match[p] = rng.randint(1, 3)
+                ngram[p] = rng.choice((0, 0, 0, 1))
             p += 1
         copies = (tuple(ngram), tuple(match)) if copying else ((), ())
         out.append(Trace(f"{seed}-{index}", "synthetic", drafter, runs, *copies, tuple(sure)))
@@ -65,7 +70,8 @@ class Fixed:
     """In the controller's place: always K tokens of one drafter, where it has any; K = 0 is plain decoding."""
 
     def __init__(self, drafter: str | None, k: int) -> None:
-        self.drafter, self.k = drafter, k
+        self.drafter = drafter
+        self.k = k
 
     def reuse_plan(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
         return None

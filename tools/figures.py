@@ -14,7 +14,12 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from history import read  # noqa: E402
 from outrider import svg  # noqa: E402
 
-DRAFT, TARGET, GOOD, BAD, INK, LINE = "#fdeebb", "#dfe3ff", "#d5efe0", "#f3d9d4", "#1b1c24", "#8a8da0"
+DRAFT = "#fdeebb"
+TARGET = "#dfe3ff"
+GOOD = "#d5efe0"
+BAD = "#f3d9d4"
+INK = "#1b1c24"
+LINE = "#8a8da0"
 HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" role="img" aria-label="{label}">'
     "<style>text{{font:13px system-ui,sans-serif;fill:#1b1c24}} .b{{font-weight:600}} "

@@ -161,7 +161,8 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    check, stale = "--check" in sys.argv[1:], []
+    check = "--check" in sys.argv[1:]
+    stale = []
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         if filled(text) != text:

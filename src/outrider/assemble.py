@@ -83,8 +83,12 @@ def assemble(model: str, settings: LoadSettings, say: Say, group: ProcessGroup |
 def _assemble(
     model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
 ) -> Assembled:
-    quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
-    spec, engine_config = settings.spec, settings.engine
+    quantize = settings.quantize
+    load_format = settings.load_format
+    seed = settings.seed
+    threads = settings.threads
+    spec = settings.spec
+    engine_config = settings.engine
     device = ops_module.place(settings.device) if group is None else group.device
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels are launched on the current device, wherever their tensors are
@@ -176,7 +180,8 @@ def load_images(
     if not leads:
         return "images are read by rank 0", rows
     weights = load_vision(files, config, device, dtype, dummy)
-    on_gpu, threads = device.type == "cuda", settings.threads or default_threads()
+    on_gpu = device.type == "cuda"
+    threads = settings.threads or default_threads()
     model = VisionModel(config, weights, ops if on_gpu else ReferenceOps(), 1 if on_gpu else threads)
     return ImageEncoder(model, rows, settings.max_images, settings.max_image_pixels), rows
 
@@ -235,9 +240,13 @@ def pick_drafter(
 def _load_drafter(
     model: Files, where: str, note: str, target: TextModel, dtype: torch.dtype, settings: LoadSettings, always: TokenIds
 ) -> tuple[Drafter, str]:
-    ops, device, load_format, seed = target.ops, target.device, settings.load_format, settings.seed
+    ops = target.ops
+    device = target.device
+    load_format = settings.load_format
+    seed = settings.seed
     if where.startswith("draft:"):
-        name, counts = where[6:], [0, 0]
+        name = where[6:]
+        counts = [0, 0]
 
         def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
             """A draft need not be exact: quantised, but for the embedding, of which a step reads one row."""
@@ -247,7 +256,8 @@ def _load_drafter(
 
         vocab = check_draft_model(model, hub.resolve(name, weights=False))
         config, weights, _ = load_target(name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper)
-        padded, lists = vocab < config.vocab_size, ops.capabilities.shortlists
+        padded = vocab < config.vocab_size
+        lists = ops.capabilities.shortlists
         listed = draft_model.shortlist(vocab, always(), padded) if lists else None
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
@@ -266,7 +276,8 @@ def _load_drafter(
             made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
             made_block.content = f"{fingerprint(files)} {mode}"
         return made_block, f"drafter: {made_block.name} {where} ({note})"
-    tp, rounded = target.together.tp, ops.capabilities.draft_format
+    tp = target.together.tp
+    rounded = ops.capabilities.draft_format
     own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
     reason = own.misfit(target.config)
     if reason is not None:

@@ -79,7 +79,9 @@ class EngineConfig:
         check_whole(self, 1, "max_batch", "max_context", "page_size", "prefill_chunk", "kv_tokens")
         known("kv_dtype", self.kv_dtype, KvDtype)
         check_switch(self, "prefix_cache", "graphs")
-        page, chunk, store = self.page_size, self.prefill_chunk, self.prefix_store
+        page = self.page_size
+        chunk = self.prefill_chunk
+        store = self.prefix_store
         enough = self.kv_tokens is None or self.kv_tokens > page
         require(enough, f"kv_tokens must be more than page_size ({page}), got {self.kv_tokens}")
         named = store is None or (isinstance(store, (str, PathLike)) and bool(store))
@@ -100,7 +102,8 @@ class SpecConfig:
     tree: int | None = None  # maximum tokens per draft tree; 0: chains only; None: trees where they pay
 
     def __post_init__(self) -> None:
-        k, tree = self.draft_tokens, self.tree
+        k = self.draft_tokens
+        tree = self.tree
         require(k is None or 0 <= k <= MAX_DRAFT, f"draft_tokens must be in 0..{MAX_DRAFT} or 'auto', got {k}")
         # a tree of one token is a chain, which is 0
         require(not tree or 2 <= tree <= MAX_DRAFT, f"{TREE_RULE}, got {tree}")
@@ -183,7 +186,8 @@ class LoadSettings:
         require(budget, f"image_tokens must be 70, 140, 280, 560 or 1120, got {self.image_tokens}")
         named_paths = isinstance(self.adapters, Mapping) and all(isinstance(name, str) for name in self.adapters)
         require(named_paths, f"adapters are {{name: path}}, got {str(self.adapters)[:60]}")
-        one, alone = self.tensor_parallel == 1, "for a model in one process: leave"
+        one = self.tensor_parallel == 1
+        alone = "for a model in one process: leave"
         require(one or not self.adapters, f"adapters are {alone} them out next to tensor_parallel")
         require(one or self.engine.prefix_store is None, f"prefix_store is {alone} it out next to tensor_parallel")
 

@@ -57,19 +57,27 @@ class Completion:
 
 class LLM:
     def __init__(self, made: Assembled, name: str, group: ProcessGroup | None = None):
-        engine, key = made.engine, made.cost_key
+        engine = made.engine
+        key = made.cost_key
         if group is not None:
             Leader(engine, group)
         if key is not None:
             digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
             engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
-        self.engine, self.name, self.drafter_note, self.group = engine, name, made.drafter_note, group
-        self.vision, self._weight_bytes = made.vision, made.weight_bytes
-        self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
+        self.engine = engine
+        self.name = name
+        self.drafter_note = made.drafter_note
+        self.group = group
+        self.vision = made.vision
+        self._weight_bytes = made.weight_bytes
+        self.tokenizer = engine.tokenizer
+        self.config = engine.model.config
+        self.model = engine.model
         self.drafter = engine.drafter
         self.adapters = engine.runner.adapters  # None: the model is divided over several processes
         self.adapter: str | None = None  # default of requests that name none
-        self._ids, self._shared = itertools.count(), SharedEngine(engine)
+        self._ids = itertools.count()
+        self._shared = SharedEngine(engine)
 
     @classmethod
     def load(
@@ -135,8 +143,10 @@ class LLM:
             listed = ", ".join(map(repr, loaded)) or "there is none"
             raise OutriderError(f"drafter must be True, False or one that is loaded ({listed}), got {drafter!r}")
         params.validate()
-        ids, group = self._encode(prompt), next(self._ids)
-        draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
+        ids = self._encode(prompt)
+        group = next(self._ids)
+        draft_tokens = parse_draft_tokens(draft_tokens)
+        tree = parse_tree(tree)
         asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
         asked.images = getattr(ids, "images", ())
         each = [replace(params, seed=int(params.seed) + i, n=1) for i in range(params.n)]
@@ -204,7 +214,8 @@ class LLM:
         if unknown or not isinstance(prompt.get("text"), str | list) or not isinstance(given, list | tuple | None):
             form = "{'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
             raise OutriderError(f"a prompt with images is {form}")
-        text, images = prompt["text"], list(given or ())
+        text = prompt["text"]
+        images = list(given or ())
         if not images:
             return self._encode(text)
         vision = self.images()
@@ -247,7 +258,8 @@ def _take(completion: Completion, event: Event) -> None:
     completion.token_ids += event.tokens
     assert completion.kinds is not None
     completion.kinds += event.kinds
-    before, told = completion.logprobs, event.logprobs
+    before = completion.logprobs
+    told = event.logprobs
     completion.logprobs = before + told if before is not None and told is not None else None
     if event.finish_reason is not None:
         completion.finish_reason = event.finish_reason

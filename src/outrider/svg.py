@@ -21,9 +21,13 @@ Series = tuple[str, Sequence[tuple[float, float]]]
 def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
     """Lines with their points; the axes begin at the least x, and at 0 or the least y."""
     points = [p for _, line in series for p in line]
-    lo_x, hi_x = min(p[0] for p in points), max(p[0] for p in points)
-    lo_y, hi_y = min(0.0, *(p[1] for p in points)), max(p[1] for p in points)
-    height, left, bottom = 400 + 20 * ((len(series) + 3) // 4), 70, 360
+    lo_x = min(p[0] for p in points)
+    hi_x = max(p[0] for p in points)
+    lo_y = min(0.0, *(p[1] for p in points))
+    hi_y = max(p[1] for p in points)
+    height = 400 + 20 * ((len(series) + 3) // 4)
+    left = 70
+    bottom = 360
     x = lambda v: left + (WIDTH - left - 30) * (v - lo_x) / ((hi_x - lo_x) or 1.0)  # noqa: E731
     y = lambda v: bottom - (bottom - 40) * (v - lo_y) / ((hi_y - lo_y) or 1.0)  # noqa: E731
     label = f'role="img" aria-label="{escape(title)}"'
@@ -36,7 +40,8 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> s
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % 6]}" stroke-width="2"/>')
         out += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.5" fill="{COLOURS[i % 6]}"/>' for a, b in line]
-        at, down = left + 150 * (i % 4), bottom + 50 + 20 * (i // 4)
+        at = left + 150 * (i % 4)
+        down = bottom + 50 + 20 * (i // 4)
         out.append(f'<rect x="{at}" y="{down - 9}" width="10" height="10" fill="{COLOURS[i % 6]}"/>')
         out.append(_text(at + 15, down, name))
     out += [_text((left + WIDTH) / 2, bottom + 32, x_label, "middle"), _text(14, 30, y_label)]

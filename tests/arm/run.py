@@ -14,7 +14,9 @@ from pathlib import Path
 
 from outrider.ops.cpu.build import COMMON, FLAGS, WHEEL_LEVELS
 
-CC, QEMU, LIBRARIES = "aarch64-linux-gnu-gcc", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+CC = "aarch64-linux-gnu-gcc"
+QEMU = "qemu-aarch64"
+LIBRARIES = "/usr/aarch64-linux-gnu"
 HERE = Path(__file__).parent
 
 

@@ -165,7 +165,8 @@ class Memory(TorchFunctionMode):
             held = raw[: count * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
             if not empty:
                 held.copy_(tensor)
-        libc, whole = ctypes.CDLL(None, use_errno=True), address_of(mapping)
+        libc = ctypes.CDLL(None, use_errno=True)
+        whole = address_of(mapping)
         for page in (whole, whole + len(mapping) - PAGE):
             if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
                 raise OSError(ctypes.get_errno(), "mprotect")
@@ -193,7 +194,8 @@ class Emulated:
     always together."""
 
     def __init__(self, memory: Memory, source: str, name: str, flags: Mapping[str, int | str], folder: Path, seed: int):
-        self.memory, self.seed = memory, seed
+        self.memory = memory
+        self.seed = seed
         self.launch = compiled(source, name, flags, folder).emulated_launch
 
     def __call__(

@@ -128,7 +128,9 @@ def test_kv_that_no_kernel_reads_is_refused_at_the_start(model: Path, tmp_path: 
 
 def test_kv_on_disk_belongs_to_the_drafter(model: Path, assistant: Path, tmp_path: Path) -> None:
     """A drafter trained again in the same folder must not draft after the context of the one before."""
-    block, text, disk = folder(tmp_path / "block", "z-lab"), "a b c " * 20, str(tmp_path / "disk")
+    block = folder(tmp_path / "block", "z-lab")
+    text = "a b c " * 20
+    disk = str(tmp_path / "disk")
     found = []
     for seed, drafter in ((0, block), (0, block), (1, block), (1, [assistant, block]), (1, [assistant, block])):
         raw = json.loads((block / "config.json").read_text())

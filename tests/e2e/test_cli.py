@@ -182,7 +182,9 @@ def test_a_chat_survives_what_goes_wrong_in_it(
     cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refused /retry keeps question and answer; a full disk, a damaged file and Ctrl-C in a command end nothing."""
-    deep, kept, answered = tmp_path / "deep.json", tmp_path / "kept.json", tmp_path / "answered.json"
+    deep = tmp_path / "deep.json"
+    kept = tmp_path / "kept.json"
+    answered = tmp_path / "answered.json"
     deep.write_text("[" * 100_000)
     answered.write_text('{"messages": [{"role": "assistant", "content": "Welcome"}]}')
     lines = ["one", f"/system {'long ' * 20}", "/retry", "/system", f"/save {kept}", f"/load {deep}", "/save /dev/full"]

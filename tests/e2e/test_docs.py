@@ -131,7 +131,8 @@ PARSED = [(block, words) for block in blocks() for words in commands(block)] + m
 
 @pytest.mark.parametrize("block, words", PARSED, ids=[f"{b}-{' '.join(w)[:40]}" for b, w in PARSED])
 def test_commands_are_what_the_repository_has(block: Block, words: list[str]) -> None:
-    program, arguments = words[0], words[1:]
+    program = words[0]
+    arguments = words[1:]
     if program == "outrider" or (program == "torchrun" and "outrider.cli.main" in arguments):
         if program == "torchrun":
             arguments = [a for a in arguments[arguments.index("outrider.cli.main") + 1 :] if a != "..."]
@@ -207,7 +208,8 @@ def commands_of_outrider() -> click.Group:
 
 def parse(arguments: list[str]) -> None:
     group = commands_of_outrider()
-    name, rest = arguments[0], arguments[1:]
+    name = arguments[0]
+    rest = arguments[1:]
     if name.startswith("-"):
         assert name in {o for p in group.params for o in p.opts} | {"--help"}, f"no option {name}"
         return

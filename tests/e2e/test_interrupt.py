@@ -78,8 +78,10 @@ def used_by(command: list[str]) -> float:
 def test_ctrl_c_at_any_moment(command: list[str]) -> None:
     """Imports, loading, the first tokens, the answer."""
     least = used_by([sys.executable, "-c", "pass"]) + 0.02  # Python's own start is not ours to guard
-    top, chosen = used_by(command), random.Random(0)
-    count, codes = 200 if SLOW else 5, Counter[int | None]()
+    top = used_by(command)
+    chosen = random.Random(0)
+    count = 200 if SLOW else 5
+    codes = Counter[int | None]()
     while codes[130] < count:
         moment = least + (0.85 * top - least) * (chosen.random() if SLOW else codes[130] / count)
         code, said = interrupted(command, lambda pid, moment=moment: cpu_seconds(pid) >= moment)  # type: ignore[misc]
@@ -93,7 +95,9 @@ def test_ctrl_c_at_any_moment(command: list[str]) -> None:
 
 def test_ctrl_c_while_kernels_are_compiled(command: list[str], tmp_path: Path) -> None:
     """The compiler is ended, too, and nothing is left in the cache."""
-    cc, started, cache = tmp_path / "cc", tmp_path / "started", tmp_path / "cache"
+    cc = tmp_path / "cc"
+    started = tmp_path / "started"
+    cache = tmp_path / "cache"
     cc.write_text(f"#!/bin/sh\necho $$ >> {started}\nsleep 600\n")
     cc.chmod(0o755)
     code, said = interrupted(command, lambda _: started.exists(), CC=str(cc), OUTRIDER_CACHE=str(cache))

@@ -151,7 +151,8 @@ def test_the_second_start_reads_the_prompt_from_disk(place: Path) -> None:
     title = {**CLAUDE, "max_tokens": 8, "system": "Write a title.", "tools": []}
     main = {**CLAUDE, "max_tokens": 8, "system": [{"type": "text", "text": SYSTEM}], "temperature": 0, "stream": True}
     traffic = [("/v1/messages?beta=true", body) for body in (title, main)]
-    counts, texts = [], []
+    counts = []
+    texts = []
     for _ in range(2):
         ran, told = launch(
             place, "claude", str(model), "--threads", "1", "--drafter", "none", traffic=traffic, no_proxy="127.0.0.1"

@@ -57,7 +57,8 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
 
     async def check() -> None:
         it = server(api_keys=read_keys("own", file), api_key="own", api_key_file=file)
-        keys, read = it.app.state.server.keys, asyncio.Event()
+        keys = it.app.state.server.keys
+        read = asyncio.Event()
         reload = keys.reload
         keys.reload = lambda: (reload(), read.set())
         task = asyncio.create_task(it.serve())

@@ -111,7 +111,8 @@ def test_screen_readers_get_sentences(page: Any) -> None:
 
 
 def test_race_says_when_texts_differ(page: Any, site: Served) -> None:
-    site.engine.say, old = (lambda r: "plain side" if r.draft_tokens == 0 else "other side"), site.engine.say
+    old = site.engine.say
+    site.engine.say = lambda r: "plain side" if r.draft_tokens == 0 else "other side"
     try:
         page.click("#tab-race")
         page.click("#race-go")
@@ -239,7 +240,9 @@ def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, site: Served) -
     finally:
         site.engine.branching = False
     assert page.is_visible("#cycles") and "came from a branch" in page.inner_text("#branched")
-    left, taken, own = page.locator("#tree .left"), page.locator("#tree .taken"), page.locator("#tree .own")
+    left = page.locator("#tree .left")
+    taken = page.locator("#tree .taken")
+    own = page.locator("#tree .own")
     assert left.count() == 1 and taken.count() >= 1
     corner = "n => [getComputedStyle(n).gridRowStart, getComputedStyle(n).gridColumnStart].map(Number)"
     assert left.evaluate(corner) == [1, 1]  # the first draft, which was wrong
@@ -263,7 +266,8 @@ def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, site: Served) -
     page.keyboard.press("Escape")
     page.wait_for_selector("aside #tree", state="attached")  # the dialog's end is told a moment later
     page.wait_for_function("document.activeElement.id === 'cycle-larger'")
-    site.engine.draft, drafts = 0, site.engine.draft
+    drafts = site.engine.draft
+    site.engine.draft = 0
     try:
         ask(page, "And none.")
     finally:
@@ -314,7 +318,9 @@ def test_a_replay_shows_drafts_as_ghosts_and_counts_the_time_saved(page: Any) ->
     }""",
         [plain, spec],
     )
-    ghosts, struck, whole = "The|<i> fox</i><i> sat</i>", "The| fox| ran|<s> sat</s>", "The| fox| ran| off|."
+    ghosts = "The|<i> fox</i><i> sat</i>"
+    struck = "The| fox| ran|<s> sat</s>"
+    whole = "The| fox| ran| off|."
     next_ghost = "The| fox| ran|<i> off</i>"
     assert [line[1] for line in seen] == ["The", ghosts, struck, next_ghost, whole, whole, ghosts]
     assert [line[0] for line in seen] == [

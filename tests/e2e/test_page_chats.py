@@ -223,7 +223,8 @@ def test_two_windows_show_the_same_and_lose_no_turn(page: Any, site: Served) -> 
 
 
 def test_retries_and_edits_are_branches(page: Any, site: Served) -> None:
-    site.engine.say, old = (lambda r: f"Seed {r.params.seed}."), site.engine.say
+    old = site.engine.say
+    site.engine.say = lambda r: f"Seed {r.params.seed}."
     try:
         ask(page, "First.")
         page.locator(".message.assistant .foot >> text=Retry").click()

@@ -219,7 +219,8 @@ def test_forced_tool_calls(choice: Any, gemma: bool) -> None:
                 assert json.loads(call.function.arguments)["city"] in ("Ulm", "Bonn")
             else:
                 assert choice == "required"
-            name, arguments = "", ""
+            name = ""
+            arguments = ""
             for chunk in s.client().chat.completions.create(**ask, stream=True):
                 for delta in chunk.choices[0].delta.tool_calls or []:
                     name += delta.function.name or ""

@@ -39,7 +39,8 @@ from outrider.server.protocol import cap
 from outrider.server.settings import without_paths
 from outrider.types import OutriderError
 
-TOK, GEMMA = tokenizer(), tokenizer(gemma=True)
+TOK = tokenizer()
+GEMMA = tokenizer(gemma=True)
 HI = [{"role": "user", "content": "hi"}]
 BOMB = {"type": "integer", "multipleOf": 62615533}
 LINKS = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(3000)}
@@ -160,7 +161,8 @@ def test_undeclared_properties_are_not_generated() -> None:
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     compiler = GrammarCompiler(TOK.json, VOCAB, TOK.eos_ids)
     matcher = compiler.compile(build(GrammarSource("json_schema", json.dumps(schema), "x"))).matcher()
-    whole, extra = TOK.encode('{"a":{"b":1}}'), TOK.encode('{"a":{"b":1,"z":2}}')
+    whole = TOK.encode('{"a":{"b":1}}')
+    extra = TOK.encode('{"a":{"b":1,"z":2}}')
     assert masks(matcher, whole)[1] == len(whole) and masks(matcher, extra)[1] < len(extra)
     opened = {**schema, "additionalProperties": True}
     assert close_objects(opened)["additionalProperties"] is True
@@ -206,7 +208,8 @@ def test_a_full_server_refuses_before_it_tokenises(monkeypatch: pytest.MonkeyPat
 
 def test_clients_take_turns() -> None:
     async def run() -> None:
-        gate, order = FairGate(1, 10, "a test"), []
+        gate = FairGate(1, 10, "a test")
+        order = []
 
         async def one(client: str, i: int) -> None:
             async with gate.enter(client):
@@ -265,7 +268,9 @@ def test_a_client_alone_has_the_engine_and_shares_it_with_others(monkeypatch: py
 
 def test_cancelled_work_keeps_its_thread() -> None:
     async def run() -> None:
-        desk, begun, done = FairExecutor(1, 10), threading.Event(), threading.Event()
+        desk = FairExecutor(1, 10)
+        begun = threading.Event()
+        done = threading.Event()
         task = asyncio.create_task(desk.run("a", lambda: (begun.set(), done.wait(PATIENCE))))
         assert await asyncio.to_thread(begun.wait, PATIENCE)
         task.cancel()
@@ -448,15 +453,14 @@ def test_a_missing_key_says_how() -> None:
 
 def test_paths_stay_private() -> None:
     class Llm:
-        name, tokenizer, engine, nbytes, drafter_note = (
-            "x",
-            TOK,
-            FakeEngine(TOK),
-            0,
-            "drafter: mtp /home/me/secret/drafter (as asked)",
-        )
+        name = "x"
+        tokenizer = TOK
+        engine = FakeEngine(TOK)
+        nbytes = 0
+        drafter_note = "drafter: mtp /home/me/secret/drafter (as asked)"
 
-        adapters, vision = None, "no images"
+        adapters = None
+        vision = "no images"
 
         class config:
             vocab_size = VOCAB

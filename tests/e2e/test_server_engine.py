@@ -188,8 +188,10 @@ def test_a_long_prompt_does_not_stall_a_running_stream(served: Served, monkeypat
     """13 chunks of prefill: the running stream must speak between them. Counted in the engine's steps, so that it
     matters to nobody when its readers get their turn; steps take a while until the long prompt is there, so that the
     stream is not over by then."""
-    asked, steps = list[str](), list[set[str]]()
-    submit, step = served.engine.submit, served.engine.step
+    asked = list[str]()
+    steps = list[set[str]]()
+    submit = served.engine.submit
+    step = served.engine.step
 
     def watched_submit(request: Request) -> None:
         submit(request)

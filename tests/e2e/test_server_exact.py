@@ -20,7 +20,8 @@ from tests.server_fakes import FakeEngine, Served, tokenizer
 from outrider.config import EngineConfig
 from outrider.llm import LLM
 
-SEEDS, KS = range(40), ("auto", 0, 1, 4, 16)
+SEEDS = range(40)
+KS = ("auto", 0, 1, 4, 16)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,11 @@ def whole(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def streamed(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The chunks put together again, in the shape of `whole`."""
-    text, finish, stopped_by, entries, usage = "", None, None, [], None
+    text = ""
+    finish = None
+    stopped_by = None
+    entries = []
+    usage = None
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     ask = {**body, "stream": True, "stream_options": {"include_usage": True}}
     for line in httpx.post(s.url + path, json=ask, timeout=120).text.split("\n\n"):
@@ -56,7 +61,8 @@ def streamed(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             text += choice.get("text", "") or choice.get("delta", {}).get("content", "")
-            finish, stopped_by = choice["finish_reason"] or finish, choice.get("stop_reason") or stopped_by
+            finish = choice["finish_reason"] or finish
+            stopped_by = choice.get("stop_reason") or stopped_by
             logprobs = choice["logprobs"] or {}
             entries += logprobs.get("content", [])
             for key, values in lists.items():

@@ -171,7 +171,8 @@ def test_few_file_descriptors_and_logs_for_machines() -> None:
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        url, silent = f"http://127.0.0.1:{port}", []
+        url = f"http://127.0.0.1:{port}"
+        silent = []
         for i in range(400):
             silent.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
             if i % 100 == 99:

@@ -93,7 +93,8 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
 
 def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
     async def run() -> None:
-        desk, done = lanes(1, 10), threading.Event()
+        desk = lanes(1, 10)
+        done = threading.Event()
         long = asyncio.create_task(desk["long"].run("a", lambda: done.wait(PATIENCE)))
         seeing = [asyncio.create_task(desk["images"].run(c, lambda: done.wait(PATIENCE))) for c in "abcdefghij"]
         await asyncio.sleep(0)

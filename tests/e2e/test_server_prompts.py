@@ -31,7 +31,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def leave(s: Served, body: dict[str, Any] = LONG, path: str = "/v1/chat/completions") -> None:
     """Send a request, wait until the engine has it, and hang up."""
-    data, before = json.dumps(body).encode(), len(s.engine.seen)
+    data = json.dumps(body).encode()
+    before = len(s.engine.seen)
     with socket.create_connection(("127.0.0.1", s.port)) as made:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         made.sendall(head.encode() + data)
@@ -40,7 +41,8 @@ def leave(s: Served, body: dict[str, Any] = LONG, path: str = "/v1/chat/completi
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_read_to_its_end_when_its_client_leaves(slow: Served, stream: bool) -> None:
-    engine, runner = slow.engine, slow.model.runner
+    engine = slow.engine
+    runner = slow.model.runner
     leave(slow, {**LONG, "stream": stream})
     until(lambda: bool(runner.detached), lambda: "it was aborted")
     assert not engine.aborted and slow.http.get("/slots").json()[0]["client_left"]
@@ -53,7 +55,8 @@ def test_a_prompt_is_read_to_its_end_when_its_client_leaves(slow: Served, stream
 
 
 def test_a_retry_takes_the_place_of_a_prompt_without_a_client(slow: Served) -> None:
-    engine, runner = slow.engine, slow.model.runner
+    engine = slow.engine
+    runner = slow.model.runner
     leave(slow)
     until(lambda: bool(runner.detached), lambda: "it was aborted")
     first = next(iter(runner.detached))
@@ -84,7 +87,9 @@ def test_time_limits_begin_with_the_answer(slow: Served) -> None:
     """A prompt that moves has no time limit; one that stands still has."""
     slow.state.settings.__dict__["timeout"] = 1.5
     engine = slow.engine
-    engine.prompt_step, engine.delay = 40, 0.1  # 26 steps, longer than the limit
+    # 26 steps, longer than the limit
+    engine.prompt_step = 40
+    engine.delay = 0.1
     engine.may_read.set()
     text = slow.http.post("/v1/chat/completions", json={**LONG, "stream": True}).text
     assert '"Z"' in text and "timeout" not in text

@@ -70,8 +70,10 @@ def test_bodies_are_validated_off_the_event_loop_and_in_turn(
     served: Served, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also /api/show, which had no gate for large bodies."""
-    readers, gates = [], []
-    check, acquire = errors.check_size, served.state.big_bodies.acquire
+    readers = []
+    gates = []
+    check = errors.check_size
+    acquire = served.state.big_bodies.acquire
 
     async def noted(client: str, priority: int = 0) -> None:
         gates.append(client)

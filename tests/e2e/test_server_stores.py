@@ -71,7 +71,8 @@ def test_a_batch_says_what_the_command_says(served: Served, tmp_path: Path) -> N
     batch = run(client, text)
     assert batch.status == "completed" and batch.metadata == {"a": "b"} and batch.in_progress_at and batch.completed_at
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (12, 9, 3)
-    good, wrong = rows(client, batch.output_file_id), rows(client, batch.error_file_id)
+    good = rows(client, batch.output_file_id)
+    wrong = rows(client, batch.error_file_id)
     assert wrong["no"]["response"]["status_code"] == 400 and wrong["r0"]["error"]["code"] == "duplicate_custom_id"
     source = tmp_path / "in.jsonl"
     source.write_text(text)
@@ -99,7 +100,8 @@ def test_files_come_back_byte_by_byte_and_can_be_deleted(served: Served) -> None
 
 
 def test_a_client_sees_only_what_is_its_own(served: Served) -> None:
-    mine, other = served.client("alpha"), served.client("beta")
+    mine = served.client("alpha")
+    other = served.client("beta")
     batch = run(mine, line("a"))
     assert (
         not list(other.files.list())

@@ -51,7 +51,8 @@ def answer(model: Any, prompt: list[int], limit: int, stop: tuple[int, ...]) -> 
     """The prompt's logits, and the greedy continuation."""
     kv = build_kv(model.config, 1, len(prompt) + limit, page_size=16)
     first = model.logits(model.forward(torch.tensor(prompt), kv.view([(0, len(prompt))])).hidden)
-    tokens, at = [int(first[-1].argmax())], len(prompt)
+    tokens = [int(first[-1].argmax())]
+    at = len(prompt)
     while len(tokens) < limit and tokens[-1] not in stop:
         tokens.append(
             int(model.logits(model.forward(torch.tensor(tokens[-1:]), kv.view([(at, 1)])).hidden)[-1].argmax())
@@ -92,7 +93,8 @@ def test_gemma3_from_gguf_equals_transformers_on_the_same_numbers() -> None:
     """transformers cannot load this file itself: its model gets the tensors as the `gguf` package decodes them."""
     path = Path(os.environ["OUTRIDER_GEMMA3_GGUF"])
     config, weights, text = load_target(path)
-    model, tokenizer = TextModel(config, weights, ReferenceOps()), Tokenizer(text)
+    model = TextModel(config, weights, ReferenceOps())
+    tokenizer = Tokenizer(text)
     prompt = tokenizer.encode("The capital of France is", bos=True)
     assert prompt[0] == 2
     logits, tokens = answer(model, prompt, 8, tokenizer.eos_ids)
@@ -101,7 +103,8 @@ def test_gemma3_from_gguf_equals_transformers_on_the_same_numbers() -> None:
         tokens
     )  # a base model of this size says "the capital of the country of France."
 
-    layer, attn = config.layers[0], config.layers[0].attn
+    layer = config.layers[0]
+    attn = config.layers[0].attn
     theirs = Gemma3ForCausalLM(
         Gemma3TextConfig(
             vocab_size=config.vocab_size, hidden_size=config.hidden, intermediate_size=layer.intermediate,

@@ -107,7 +107,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_family_over_two_and_four_processes(cases: list[dict[str, Any]], tmp_path: Path) -> None:
     """And smollm2 over two. Logits as one process has them; drafting changes nothing; nobody holds more than its
     share."""
-    running, default = [], list[dict[str, Any]]()
+    running = []
+    default = list[dict[str, Any]]()
     with contextlib.suppress(OutriderError):  # where it cannot be fetched the others are walked alone
         hub.smollm2_file()
         default = [{"name": "smollm2", "model": "smollm2", "drafter": "auto"}]

@@ -44,7 +44,8 @@ def answers(llm: LLM) -> dict[str, object]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["gemma4_31b", "gemma4_e2b"])
 def test_two_processes_see_what_one_sees(kind: str, tmp_path: Path) -> None:
-    target, drafter = tiny_vision.write(kind, tmp_path / "target"), tiny.write_assistant(kind, tmp_path / "drafter")
+    target = tiny_vision.write(kind, tmp_path / "target")
+    drafter = tiny.write_assistant(kind, tmp_path / "drafter")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, str(target), str(drafter), json.dumps(SETTINGS)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -51,7 +51,8 @@ def prompts(path: Path, count: int = 48) -> Path:
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A target, prompts, and a finished run."""
     folder = tmp_path_factory.mktemp("train")
-    target, data = tiny.write_target("smollm2", folder / "target"), prompts(folder / "prompts.jsonl")
+    target = tiny.write_target("smollm2", folder / "target")
+    data = prompts(folder / "prompts.jsonl")
     run.train(job(target, data, folder / "run"), QUIET)
     return target, data, folder / "run"
 
@@ -167,7 +168,8 @@ def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
     """What an n-gram drafter (longest recent match of up to 3 tokens) reaches on the greedy answers."""
     tokens = cycles = 0
     for n in np.nonzero(data.greedy)[0]:
-        ids, at = data[n].tolist(), int(data.prompts[n]) + 1
+        ids = data[n].tolist()
+        at = int(data.prompts[n]) + 1
         while at < len(ids):
             guess: list[int] = []
             for size in (3, 2, 1):
@@ -180,7 +182,9 @@ def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
             while right < len(guess) and at + right < len(ids) and guess[right] == ids[at + right]:
                 right += 1
             step = min(right + 1, len(ids) - at)
-            tokens, cycles, at = tokens + step, cycles + 1, at + step
+            tokens = tokens + step
+            cycles = cycles + 1
+            at = at + step
     return tokens / max(1, cycles)
 
 
@@ -194,7 +198,8 @@ def test_a_killed_run_continues_bit_by_bit(
 
     from outrider.train.trainer import Trainer
 
-    real, told = Trainer.update, Trainer.report
+    real = Trainer.update
+    told = Trainer.report
 
     def update(self: Trainer, lr: float) -> None:
         if self.progress.step == 47:
@@ -248,7 +253,8 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
 def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """A few steps of ordinary training on texts of another kind: counting up, from anywhere, in steps of one to
     three."""
-    start, step = torch.arange(48) * 5 % 200, torch.arange(48) % 3 + 1
+    start = torch.arange(48) * 5 % 200
+    step = torch.arange(48) % 3 + 1
     ids = 6 + (start[:, None] + step[:, None] * torch.arange(40)[None]) % (tiny.VOCAB - 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(10):
@@ -277,7 +283,8 @@ def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path],
 
 def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
     """The exported assistant is loaded by transformers, helps, and changes nothing."""
-    target, data = tiny.write_target("gemma4_31b", tmp_path / "target"), prompts(tmp_path / "p.jsonl", 24)
+    target = tiny.write_target("gemma4_31b", tmp_path / "target")
+    data = prompts(tmp_path / "p.jsonl", 24)
     more = settings(steps=40, unroll=2, lr=4e-3, warmup_steps=5, log_every=20)
     run.train(
         job(target, data, tmp_path / "run", hidden_size=24, intermediate_size=32, batch_anchors=512, **more), QUIET
@@ -357,7 +364,8 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
     net = load_net(str(out / "drafter"), opened)
     for temperature in (0.0, 1.0):
         encoded = encode(read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, max_tokens=64)
-        prompts, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
+        prompts = [encoded[i].tolist() for i in range(12)]
+        seeds = list(range(12))
         plain = [  # by the same ops: other kernels round otherwise, and may draw another token
             llm.generate([p], SamplingParams(temperature=temperature, max_tokens=24, seed=s), drafter=False)[
                 0
@@ -369,7 +377,8 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
             whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
         )
         right = Judge(opened.model, net, full=False).drafts(answered, 3, temperature).right
-        took, walked = [], []
+        took = []
+        walked = []
         for i in range(12):
             (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
             assert made.token_ids == plain[i]

@@ -38,18 +38,21 @@ def test_the_target_is_the_adapted_model(tmp_path: Path) -> None:
 
 
 def test_from_answers_to_the_adapters_own_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, data = tiny.write_target("smollm2", tmp_path / "target"), prompts(tmp_path / "p.jsonl", 16)
+    target = tiny.write_target("smollm2", tmp_path / "target")
+    data = prompts(tmp_path / "p.jsonl", 16)
     known = describe(str(target))
     for i, name in enumerate("ab"):
         write_adapter(known.config, tmp_path / name, seed=i, size=0.05)
-    out, adapter = tmp_path / "run", str(tmp_path / "a")
+    out = tmp_path / "run"
+    adapter = str(tmp_path / "a")
     run.train(job(target, data, out, adapter=adapter, steps=8, eval_every=0), QUIET)
     llm = LLM.load(str(target), drafter="none", device="cpu", adapters={"a": adapter})
     asked = encode(read_prompts(data), known.text, known.config.vocab_size, max_tokens=64)
     cold = [a for a in read_answers(out / "answers.jsonl").values() if a.temperature == 0]
     assert cold, "no greedy answer to compare"
     for answer in cold:
-        ids, params = asked[answer.prompt].tolist(), SamplingParams(max_tokens=32)
+        ids = asked[answer.prompt].tolist()
+        params = SamplingParams(max_tokens=32)
         assert llm.generate([ids], params, adapter="a")[0].token_ids == answer.tokens
     assert any(llm.generate([asked[a.prompt].tolist()], SamplingParams(max_tokens=32))[0].token_ids != a.tokens
                for a in cold), "the base answers alike"  # fmt: skip

@@ -35,8 +35,10 @@ BLOCK = {"layers": 2, "unroll": 5, "anchor_share": 0.5, "taps": (0, 1)}
 
 @pytest.fixture(scope="module", params=["dflash", "eagle3"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, str]:
-    folder, kind = tmp_path_factory.mktemp("block"), str(request.param)
-    target, data = tiny.write_target("smollm2", folder / "target"), prompts(folder / "prompts.jsonl")
+    folder = tmp_path_factory.mktemp("block")
+    kind = str(request.param)
+    target = tiny.write_target("smollm2", folder / "target")
+    data = prompts(folder / "prompts.jsonl")
     run.train(job(target, data, folder / "run", kind=kind, **BLOCK), QUIET)
     return target, data, folder / "run", kind
 
@@ -73,7 +75,8 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
     net = load_net(drafter, opened)
     for temperature in (0.0, 1.0):
         encoded = encode(read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, max_tokens=64)
-        asked, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
+        asked = [encoded[i].tolist() for i in range(12)]
+        seeds = list(range(12))
         params = [SamplingParams(temperature=temperature, max_tokens=24, seed=s) for s in seeds]
         plain = [llm.generate([p], q, drafter=False)[0].token_ids for p, q in zip(asked, params, strict=True)]
         whole = [np.array(p + a) for p, a in zip(asked, plain, strict=True)]
@@ -81,7 +84,8 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
             whole, [len(p) for p in asked], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
         )
         right = Judge(opened.model, net).drafts(answered, 3, temperature).right
-        took, walked = [], []
+        took = []
+        walked = []
         for i in range(12):
             (made,) = llm.generate([asked[i]], params[i])
             assert made.token_ids == plain[i]
@@ -119,7 +123,8 @@ def test_a_trained_dflash_loads_in_the_speculators_package(world: tuple[Path, Pa
     raw = json.loads((out / "drafter" / "config.json").read_text())
     assert raw["speculators_config"]["verifier"]["name_or_path"]
     model = speculators("speculators").SpeculatorModel.from_pretrained(str(out / "drafter"), verifier=None)
-    state, stored = model.state_dict(), load_file(out / "drafter" / "model.safetensors")
+    state = model.state_dict()
+    stored = load_file(out / "drafter" / "model.safetensors")
     assert stored.keys() <= state.keys()
     assert all(torch.equal(state[name].float(), stored[name].float()) for name in stored)
     assert model.config.block_size == 6 and model.config.aux_hidden_state_layer_ids == [1, 2]
@@ -130,7 +135,8 @@ def test_layouts_of_others_can_be_written(tmp_path: Path, layout: str) -> None:
     """What is written says what was read."""
     folder = write(tmp_path / "d", LAYOUTS[layout], tensors(LAYOUTS[layout]))
     raw = export_drafter(str(folder), tmp_path / "e", "vllm")
-    was, now = BlockConfig.from_hf(LAYOUTS[layout]), BlockConfig.from_hf(raw)
+    was = BlockConfig.from_hf(LAYOUTS[layout])
+    now = BlockConfig.from_hf(raw)
     assert replace(was, layout=now.layout) == now
 
 

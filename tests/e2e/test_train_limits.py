@@ -123,7 +123,8 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     target, data = world
     base = job(target, data, tmp_path / "base", max_new=16, batch_anchors=256)
     run.train(base, QUIET)
-    out, spoils = tmp_path / "out", ("--init", str(tmp_path / "base" / "drafter"), "--lr", "3")
+    out = tmp_path / "out"
+    spoils = ("--init", str(tmp_path / "base" / "drafter"), "--lr", "3")
     command = endless(target, data, out, *spoils, eval_every=3, warmup_steps=1)
     done = interrupted(command, signal.SIGKILL, out / "log.jsonl", beyond=20_000)  # several evaluations
     assert done.returncode == -signal.SIGKILL
@@ -204,7 +205,9 @@ def test_a_signal_ends_the_evaluation_before_the_first_step(
     target, data = world
     base = job(target, data, tmp_path / "base", max_new=16, batch_anchors=256, **settings(steps=3, unroll=2))
     run.train(base, QUIET)
-    real, done, sent = Judge.drafts, [], iter([signal.SIGTERM])
+    real = Judge.drafts
+    done = []
+    sent = iter([signal.SIGTERM])
 
     def drafts(self: Judge, *args: object, **keys: object) -> object:
         for number in sent:

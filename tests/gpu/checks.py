@@ -193,7 +193,8 @@ def smollm2() -> str:
         "Why is the sky blue?",
     )
     params = SamplingParams(max_tokens=128, ignore_eos=True)
-    notes, texts = [], {}
+    notes = []
+    texts = {}
     for label, which, k in (
         ("plain", "none", 0),
         (drafter.rpartition("/")[2] if folder.is_dir() else "ngram", drafter, 4),

@@ -33,7 +33,8 @@ def prefill_idle(size: str) -> str:
     """Every product of the target for 1 to 2,048 rows, its experts likewise, and its attention for 1 to 17 rows of 1, 8
     and 64 sequences and as the end of prompt chunks: a row has the same bits."""
     p = HERE
-    ops, config = p.ops(), ModelConfig.from_hf(p.raw(size, 0))
+    ops = p.ops()
+    config = ModelConfig.from_hf(p.raw(size, 0))
     draw = torch.Generator(p.device).manual_seed(7)
 
     def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -47,7 +48,8 @@ def prefill_idle(size: str) -> str:
     bad: list[Any] = []
     for gated, n, k in sorted(shapes):
         most = 8192 if p.gpu else 136
-        x, w = rand(most, k), rand(n, k, scale=k**-0.5)
+        x = rand(most, k)
+        w = rand(n, k, scale=k**-0.5)
         run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))
         full = run(x)
         rows = [
@@ -60,7 +62,8 @@ def prefill_idle(size: str) -> str:
     if config.moe is not None:
         bad += _experts_alone(p, ops, config, rand)
     kinds = {replace(layer.attn, kv_layer=0) for layer in config.layers}
-    count, page = 17, 16
+    count = 17
+    page = 16
     per = -(-(max(BORDERS) + count) // page)
     for spec in sorted(kinds, key=str):
         pages = rand(1 + len(BORDERS) * per, spec.kv_heads, page, spec.head_dim)
@@ -131,8 +134,10 @@ def _experts_alone(p: Place, ops: Any, config: ModelConfig, rand: Callable[..., 
     """The routed experts of one layer: which numbers of rows give other bits."""
     moe = config.moe
     assert moe is not None
-    most, hidden = 8192 if p.gpu else 64, config.hidden
-    x, z = rand(most, hidden), rand(most, hidden)
+    most = 8192 if p.gpu else 64
+    hidden = config.hidden
+    x = rand(most, hidden)
+    z = rand(most, hidden)
     weights = ExpertWeights(
         rand(moe.experts, hidden, scale=0.05), torch.rand(moe.experts, device=p.device) + 0.5,
         rand(moe.experts, 2 * moe.intermediate, hidden, scale=0.02),

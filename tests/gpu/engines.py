@@ -193,7 +193,8 @@ def preempted(size: str = "E2B", count: int = 16) -> str:
         prompts = [torch.randint(3, rig.config.vocab_size, (long + i,), generator=rng).tolist() for i in range(count)]
         params = [SamplingParams(0.8 * (i % 2), max_tokens=answer, seed=i, ignore_eos=True) for i in range(count)]
         jobs = [(0, Request(str(i), prompts[i], params[i], 2 * (i % 3))) for i in range(count)]
-        got, notes = [], []
+        got = []
+        notes = []
         for label, room in (("roomy", count), ("again", count // 4)):
             tokens = room * (long + answer + 64)
             config = EngineConfig(

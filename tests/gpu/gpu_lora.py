@@ -45,7 +45,8 @@ CHECKED = ((0, None), (1, None), (4, None), (8, None), (16, None), (5, 16))  # K
 
 def rig_of(size: str, layers: int | None, slots: int, context: int) -> Rig:
     name, _, mode = size.partition(":")
-    raw, ops = dict(BUILTIN_CONFIGS[SIZES[name]]), TritonOps("cuda")
+    raw = dict(BUILTIN_CONFIGS[SIZES[name]])
+    ops = TritonOps("cuda")
     raw = raw if layers is None else shallow(raw, layers)
     weights = dummy_weights(ModelConfig.from_hf(raw), torch.device("cuda"), torch.bfloat16, ops, mode or None, 0)
     drafter = BUILTIN_CONFIGS[SIZES[name] + "-assistant"]
@@ -54,7 +55,8 @@ def rig_of(size: str, layers: int | None, slots: int, context: int) -> Rig:
 
 def adapters(rig: Rig) -> AdapterPool:
     """Four of them, and two slots: they must be taken over, and then made."""
-    to, folder = (rig.config, rig.ops, rig.model.dtype, rig.device), Path(mkdtemp())
+    to = (rig.config, rig.ops, rig.model.dtype, rig.device)
+    folder = Path(mkdtemp())
     pool = AdapterPool(rig.model, lambda name, path: load_adapter(name, path, *to), 2)
     for i, name in enumerate(NAMES):
         pool.add(name, str(write_adapter(rig.config, folder / name, seed=i, rank=(16, 8, 4, 64)[i], size=0.1)))
@@ -78,14 +80,17 @@ def check(size: str) -> None:
     """Eager and alone, without adapters in the engine where the request has none, against graphs."""
     size, _, only = size.partition("/")
     with rig_of(size, LAYERS[size], slots=9, context=1024) as rig:
-        pool, vocab, told = adapters(rig), rig.config.vocab_size, dict[str, list[Any]]()
+        pool = adapters(rig)
+        vocab = rig.config.vocab_size
+        told = dict[str, list[Any]]()
         alone: dict[str, list[int]] = {}
         for i in range(8):
             one = request(i, vocab, 0)
             alone |= run_joining(engine(rig, pool if one.adapter else None, False), [(0, one)], logprobs=told)
         wrong: list[object] = []
         for k, tree in CHECKED if not only else [CHECKED[int(only)]]:
-            made, mixed = engine(rig, pool, True), dict[str, list[Any]]()
+            made = engine(rig, pool, True)
+            mixed = dict[str, list[Any]]()
             got = run_joining(made, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
             wrong += [(k, tree, r) for r in alone if got[r] != alone[r] or mixed[r] != told[r]]
             executor = made.executors[0]
@@ -99,9 +104,11 @@ def check(size: str) -> None:
 
 def replaced(rig: Rig, pool: AdapterPool, alone: dict[str, list[int]]) -> list[str]:
     """One slot for two running requests of one name: the adapter is replaced while the first one runs."""
-    vocab, small = rig.config.vocab_size, AdapterPool(rig.model, pool.load, 1)
+    vocab = rig.config.vocab_size
+    small = AdapterPool(rig.model, pool.load, 1)
     small.add("a", pool.paths["a"])
-    made, got = engine(rig, small, True), {"1": list[int](), "2": list[int]()}
+    made = engine(rig, small, True)
+    got = {"1": list[int](), "2": list[int]()}
     made.submit(request(1, vocab, 4))
     for step in range(200):
         if step == 4:
@@ -118,10 +125,12 @@ def replaced(rig: Rig, pool: AdapterPool, alone: dict[str, list[int]]) -> list[s
 
 def cost(size: str) -> None:
     rig = rig_of(size, None, slots=8, context=1280)
-    pool, parts = AdapterPool(rig.model, lambda name, path: None, 8), {}  # type: ignore[arg-type, return-value]
+    pool = AdapterPool(rig.model, lambda name, path: None, 8)  # type: ignore[arg-type, return-value]
+    parts = {}  # type: ignore[arg-type, return-value]
     for name, plan in tensor_plan(rig.config).items():
         if ADAPTABLE.fullmatch(name):
-            nothing, rows = torch.zeros(1, 1), [n for n, _ in plan.source_shapes]
+            nothing = torch.zeros(1, 1)
+            rows = [n for n, _ in plan.source_shapes]
             a = nothing.expand(16 * len(rows), plan.shape[1])
             parts[name] = LowRank(a, nothing, nothing, tuple((n, 16) for n in rows))
     assert pool.slots is not None
@@ -142,7 +151,8 @@ def cost(size: str) -> None:
 
 
 def main() -> None:
-    began, what = time.perf_counter(), sys.argv[1]
+    began = time.perf_counter()
+    what = sys.argv[1]
     for size in sys.argv[2:] or LAYERS:
         try:
             check(size) if what == "check" else cost(size)

@@ -9,7 +9,11 @@ from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import Draft, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-OPS, V, B, K, EOS = ReferenceOps(), 5003, 4, 3, 2
+OPS = ReferenceOps()
+V = 5003
+B = 4
+K = 3
+EOS = 2
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.2, min_tokens=9, stop_token_ids=(7,)),
@@ -44,7 +48,9 @@ def inputs(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_nothing_waits_for_the_device():
-    batch, (logits, drafts), (seq, off) = built("cuda"), inputs("cuda"), rows("cuda")
+    batch = built("cuda")
+    logits, drafts = inputs("cuda")
+    seq, off = rows("cuda")
     cycle(batch, logits, drafts, seq, off)
     torch.cuda.synchronize()
     try:
@@ -58,7 +64,8 @@ def test_nothing_waits_for_the_device():
 def test_a_captured_graph_sees_the_history_grow():
     logits, drafts = inputs("cuda")
     seq, off = rows("cuda")
-    eager, graphed = built("cuda"), built("cuda")
+    eager = built("cuda")
+    graphed = built("cuda")
     want = [cycle(eager, logits, drafts, seq, off) for _ in range(4)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -11,7 +11,8 @@ from outrider.ops.cpu.build import runnable
 from outrider.ops.cpu.ops import CpuOps
 
 # The code for AVX-VNNI, with AVX-512's encoding of its one instruction: for machines that have the latter only.
-TWIN, TWIN_FLAGS = "avxvnni twin", f"{build_module.AVX2} -mavx512vl -mavx512vnni -DISA_TWIN"
+TWIN = "avxvnni twin"
+TWIN_FLAGS = f"{build_module.AVX2} -mavx512vl -mavx512vnni -DISA_TWIN"
 RUNNABLE = [*runnable(), *([TWIN] if "avx512" in runnable() and "avxvnni" not in runnable() else [])]
 
 

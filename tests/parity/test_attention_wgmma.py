@@ -29,7 +29,9 @@ SPEC = AttnSpec(16, 2, 512, 0, True, scale=0.05)
 class Emulator(AttentionWgmma):
     def __init__(self, memory: Memory, seed: int = 0, source: Path = SOURCE):
         super().__init__(torch.device("cpu"), torch.empty(0))
-        self.memory, self.seed, self.source = memory, seed, source
+        self.memory = memory
+        self.seed = seed
+        self.source = source
 
     def kernel(self, name: str, flags: Flags) -> Emulated:  # type: ignore[override]
         return self.memory.kernel(self.source.read_text(), name, dict(flags), seed=self.seed)
@@ -67,7 +69,8 @@ def chain(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def in_order(q: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, span_end: int = 0) -> Tensor:
     """The sums of `attend_kernel`: blocks of a split are chained, splits added in order. One row of a head at a time."""
     out = torch.empty_like(q).view(-1, spec.heads, spec.head_dim)
-    group, scale = spec.heads // spec.kv_heads, torch.tensor(spec.scale * 1.4426950408889634)
+    group = spec.heads // spec.kv_heads
+    scale = torch.tensor(spec.scale * 1.4426950408889634)
     known = lambda top: torch.where(top.isinf(), 0.0, top)
     keys, values = (side[0] for side in (kv.keys, kv.values))
     assert keys is not None and values is not None
@@ -80,20 +83,24 @@ def in_order(q: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, span_end
             query = q.view(-1, spec.heads, spec.head_dim)[row, mine]
             k, v = (side[pages, head, places % kv.page_size] for side in (keys, values))
             v = torch.cat([v, torch.ones((last, 1), dtype=v.dtype)], 1)  # the sum of weights
-            total, top = torch.zeros((group, 513)), torch.full((group, 1), -float("inf"))
+            total = torch.zeros((group, 513))
+            top = torch.full((group, 1), -float("inf"))
             first = 0
             while first < last:
                 size = cut.fine if first < cut.near else cut.mid if first < cut.far else cut.coarse
-                acc, peak = torch.zeros((group, 513)), torch.full((group, 1), -float("inf"))
+                acc = torch.zeros((group, 513))
+                peak = torch.full((group, 1), -float("inf"))
                 for block in range(first, min(first + size, last), cut.bn):
                     some = slice(block, min(block + cut.bn, last))
                     s = chain(torch.zeros((group, some.stop - some.start)), query, k[some].T) * scale
                     new = torch.maximum(peak, s.amax(1, keepdim=True).ceil())
                     p = torch.exp2((s - known(new)).double()).float().bfloat16()
-                    acc, peak = chain(acc * torch.exp2(peak - known(new)), p, v[some]), new
+                    acc = chain(acc * torch.exp2(peak - known(new)), p, v[some])
+                    peak = new
                 new = torch.maximum(top, peak)
                 total = total * torch.exp2(top - known(new)) + acc * torch.exp2(peak - known(new))
-                first, top = first + size, new
+                first = first + size
+                top = new
             out[row, mine] = (total[:, :512] / total[:, 512:]).bfloat16()
     return out.view_as(q)
 

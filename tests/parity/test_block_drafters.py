@@ -53,10 +53,12 @@ def loaded(model: Any, raw: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", ["z-lab", "z-lab-old", "dflash2"])
 @torch.inference_mode()
 def test_dflash_is_zlabs(tmp_path: Path, layout: str, target: str) -> None:
-    model, raw = TARGETS[target], LAYOUTS[layout]
+    model = TARGETS[target]
+    raw = LAYOUTS[layout]
     theirs = zlab(raw)
     block = net(tmp_path, raw, loaded(theirs, raw), model)
-    ids, context = torch.tensor([7, 4, 4, 4, 4, 4]), streams()
+    ids = torch.tensor([7, 4, 4, 4, 4, 4])
+    context = streams()
     hidden, z = draft_logits(block, ids, context)
     want = theirs(
         target_hidden=torch.cat(context, -1)[None],
@@ -68,7 +70,8 @@ def test_dflash_is_zlabs(tmp_path: Path, layout: str, target: str) -> None:
     torch.testing.assert_close(z, theirs.compute_logits(want, head)[0], **CLOSE)
     if layout == "dflash2":
         path, *_ = theirs.propose(want[:, 1:], ids[:1], head, 0.0)
-        token, mine = ids[:1], []
+        token = ids[:1]
+        mine = []
         for j in range(1, len(ids)):
             unary, columns = z[j : j + 1].topk(block.config.selector_top)
             best = block.select(hidden[j : j + 1], unary, columns, token).argmax(-1)
@@ -91,7 +94,8 @@ def test_dspark_heads_are_speculators(tmp_path: Path, kind: str) -> None:
     markov.load_state_dict({n.removeprefix("markov_head."): t for n, t in state.items() if n.startswith("markov")})
     sure = heads.ConfidenceHead(38)
     sure.load_state_dict({n.removeprefix("confidence_head."): t for n, t in state.items() if n.startswith("conf")})
-    hidden, before = streams(4, 5, 1)[0], torch.tensor([3, 9, 60, 1, 4])
+    hidden = streams(4, 5, 1)[0]
+    before = torch.tensor([3, 9, 60, 1, 4])
     want = markov.block_bias(prev_token_ids=before[None], hidden_states=hidden[None])[0]
     embedded = markov.prev_embeddings(before)
     state_now = None
@@ -120,14 +124,16 @@ def test_eagle3_is_speculators(tmp_path: Path, layout: str) -> None:
     config = core.Eagle3SpeculatorConfig(
         transformer_layer_config=layer, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[1, 2], **flags
     )
-    theirs, model = core.Eagle3DraftModel(config).eval(), TARGETS["llama"]
+    theirs = core.Eagle3DraftModel(config).eval()
+    model = TARGETS["llama"]
     state = tensors(raw, 5)
     state["t2d"] = torch.zeros(64, dtype=torch.bool)
     state["embed_tokens.weight"] = torch.randn((64, 32), generator=torch.Generator().manual_seed(6))
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected and all(name.startswith("verifier") for name in missing), (missing, unexpected)
     block = net(tmp_path, raw, state, model)
-    context, ids = streams(7), torch.randint(0, 64, (CONTEXT,), generator=torch.Generator().manual_seed(8))
+    context = streams(7)
+    ids = torch.randint(0, 64, (CONTEXT,), generator=torch.Generator().manual_seed(8))
     seen: list[Tensor] = []
     theirs.lm_head.register_forward_hook(lambda m, i, out: seen.append(out[0]))
     theirs(torch.cat(context, -1)[None], ids[None], torch.zeros((1, CONTEXT), dtype=torch.long), ttt_steps=2)
@@ -150,10 +156,12 @@ def norm(x: Tensor, w: Tensor | None) -> Tensor:
 
 def turn(x: Tensor, at: Tensor, theta: float, rotated: int) -> Tensor:
     """x [rows, heads, D]: pair (i, i + D/2) by position · theta^(-2i/D), for the first `rotated` pairs."""
-    out, dim = x.clone(), x.shape[-1]
+    out = x.clone()
+    dim = x.shape[-1]
     for i in range(rotated):
         angle = at[:, None] * theta ** (-2.0 * i / dim)
-        a, b = x[..., i], x[..., i + dim // 2]
+        a = x[..., i]
+        b = x[..., i + dim // 2]
         out[..., i], out[..., i + dim // 2] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
     return out
 
@@ -168,14 +176,16 @@ def plain_block(
     theta, rotated, scale = (1e6, 2, 1.0) if gemma else (1e4, dim // 2, dim**-0.5)
     joined = F.linear(torch.cat(context, -1), state["fc.weight"])
     x = F.embedding(ids, state["embed_tokens.weight"]) * (32**0.5 if gemma else 1.0)
-    rows, known = len(ids), 0 if eagle else len(context[0])
+    rows = len(ids)
+    known = 0 if eagle else len(context[0])
     c = joined if eagle else norm(joined, state["hidden_norm.weight"])
     at = torch.arange(known + rows).float()
     for i in range(raw["num_hidden_layers"]):
         w = {n.removeprefix(f"layers.{i}."): t for n, t in state.items() if n.startswith(f"layers.{i}.")}
         h = norm(x, w["input_layernorm.weight"])
         if eagle:
-            h, x = torch.cat((h, norm(c, w["hidden_norm.weight"])), -1), c
+            h = torch.cat((h, norm(c, w["hidden_norm.weight"])), -1)
+            x = c
         every = h if eagle else torch.cat((c, h))
         q = turn(norm(F.linear(h, w["self_attn.q_proj.weight"]).view(rows, heads, dim), w["self_attn.q_norm.weight"]),
                  at[known:], theta, rotated)  # fmt: skip
@@ -191,7 +201,8 @@ def plain_block(
         )
         x = x + (norm(y, w["post_attention_layernorm.weight"]) if gemma else y)
         h = norm(x, w["pre_feedforward_layernorm.weight" if gemma else "post_attention_layernorm.weight"])
-        gate, up = F.linear(h, w["mlp.gate_proj.weight"]), F.linear(h, w["mlp.up_proj.weight"])
+        gate = F.linear(h, w["mlp.gate_proj.weight"])
+        up = F.linear(h, w["mlp.up_proj.weight"])
         y = F.linear((F.gelu(gate, approximate="tanh") if gemma else F.silu(gate)) * up, w["mlp.down_proj.weight"])
         x = (x + norm(y, w["post_feedforward_layernorm.weight"])) * w["layer_scalar"] if gemma else x + y
     z = F.linear(norm(x, state["norm.weight"]), state["lm_head.weight"])
@@ -202,7 +213,9 @@ def plain_block(
 @torch.inference_mode()
 def test_dspark_backbone_is_the_definition(tmp_path: Path, layout: str) -> None:
     raw = LAYOUTS[layout]
-    state, ids, context = tensors(raw, 9), torch.tensor([7, 4, 4, 4, 4]), streams(10)
+    state = tensors(raw, 9)
+    ids = torch.tensor([7, 4, 4, 4, 4])
+    context = streams(10)
     block = net(tmp_path, raw, state, TARGETS["dense" if "gemma" in layout else "qwen3"])
     torch.testing.assert_close(
         draft_logits(block, ids, context)[1], plain_block(state, raw, ids, context, False), **CLOSE
@@ -214,10 +227,12 @@ def test_dspark_backbone_is_the_definition(tmp_path: Path, layout: str) -> None:
 @torch.inference_mode()
 def test_deepseeks_eagle3_is_the_definition(tmp_path: Path, layout: str) -> None:
     raw = LAYOUTS[layout]
-    state, context = tensors(raw, 11), streams(12)
+    state = tensors(raw, 11)
+    context = streams(12)
     ids = torch.randint(0, 64, (CONTEXT,), generator=torch.Generator().manual_seed(13))
     block = net(tmp_path, raw, state, TARGETS["dense" if "gemma" in layout else "qwen3"])
-    want, feature = plain_block(state, raw, ids, context, True), block.context(context)
+    want = plain_block(state, raw, ids, context, True)
+    feature = block.context(context)
     for t in (0, 3, 8):
         kv = context_of(block, [s[:t] for s in context], ids[:t])
         own = block.rows(block.layers[0], feature, torch.tensor([t]), 1)

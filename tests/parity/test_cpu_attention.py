@@ -87,21 +87,21 @@ def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_siz
     """A row has the bits of plain decoding whatever tree it stands in, and an accepted path's keys, once moved, are
     those of its tokens: trees that begin within a tile, at the end of one, and across a chunk; the slots behind them
     hold NaN."""
-    spec, rng = SPECS[name], random.Random(5)
+    spec = SPECS[name]
+    rng = random.Random(5)
     if dtype == torch.int8 and (page_size % 16 or spec.head_dim % 16):
         pytest.skip("8 bits lie in tiles")
     for base in (29, 123):
-        prompt, kv = seeded(base, spec.qkv_rows, seed=base), build_kv(OneLayer(spec), 2, 160, page_size, dtype)  # type: ignore[arg-type]
+        prompt = seeded(base, spec.qkv_rows, seed=base)  # type: ignore[arg-type]
+        kv = build_kv(OneLayer(spec), 2, 160, page_size, dtype)  # type: ignore[arg-type]
         run_attention(ops, spec, kv, [(0, base), (0, 0)], prompt)
         parents = [[0, 1, 2, 0, 4, 5, 2, 0, 8, 3, 10, 6], [rng.randrange(j + 1) for j in range(14)]][base > 100]
         tree = TreeRows.of([DraftTree((), parents), DraftTree((), [])], torch.zeros(0))
         rows = seeded(len(parents) + 2, spec.qkv_rows, seed=7)
         view = kv.view([(base, len(parents) + 1), (0, 1)])
-        view.kv_slots, view.ancestors, view.positions = (
-            view.positions,
-            tree.ancestors,
-            torch.cat((base + tree.depth[:-1], torch.tensor([0]))),
-        )
+        view.kv_slots = view.positions
+        view.ancestors = tree.ancestors
+        view.positions = torch.cat((base + tree.depth[:-1], torch.tensor([0])))
         got = attention_of(ops, spec, view, rows)
         longest = max(range(len(parents) + 1), key=lambda j: int(tree.depth[j]))
         for row in {longest, len(parents), 5}:

@@ -57,7 +57,8 @@ class Texts:
             cache, _ = self.store.open([0], page_size, reuse=False)
             self.store.reserve(cache, length + 2 * BLOCK)
             self.slots.append(cache.slot)
-        random, rows = torch.Generator().manual_seed(1), sum(LENGTHS)
+        random = torch.Generator().manual_seed(1)
+        rows = sum(LENGTHS)
         self.streams = [torch.randn((rows, 64), generator=random) for _ in block.config.taps or ()]
         self.following = torch.randint(0, 60, (rows,), generator=random)
 
@@ -80,12 +81,14 @@ class Texts:
 
     def draft(self) -> Tensor:
         """What the head reads, of both sequences; EAGLE-3: of its first three steps."""
-        block, end = self.block, torch.tensor(LENGTHS)
+        block = self.block
+        end = torch.tensor(LENGTHS)
         kv = self.view([(0, LENGTHS[0] - 1, 1), (1, LENGTHS[1] - 1, 1)])
         if block.config.kind != "eagle3":
             ids = torch.tensor([[7, 4, 4, 4, 4, 4], [11, 4, 4, 4, 4, 4]])
             return block.backbone(ids, kv, end)
-        feature, made = block.context([stream[-2:] for stream in self.streams]), []
+        feature = block.context([stream[-2:] for stream in self.streams])
+        made = []
         own = block.rows(block.layers[0], feature, end - 1, 3)
         for step in range(3):
             h, feature = block.feature_step(torch.tensor([5, 9]) + step, feature, kv, own, step)
@@ -110,7 +113,8 @@ def test_it_is_the_definition(tmp_path: Path, ops: CpuOps, layout: str, page_siz
     reference = loaded(tmp_path, layout, target(ReferenceOps(), layout))
     compiled = BlockNet(reference.config, reference.weights, ops, target(ops, layout)).compiled()
     assert compiled.call is not None
-    want, got = Texts(reference, page_size), Texts(compiled, page_size)
+    want = Texts(reference, page_size)
+    got = Texts(compiled, page_size)
     for texts in (want, got):
         texts.write_all()
     if page_size == 4:  # pages without tiles: both keep rows
@@ -127,7 +131,9 @@ def test_one_call_is_the_single_operations(tmp_path: Path, ops: CpuOps, layout: 
     block = loaded(tmp_path, layout, target(ops, layout))
     single = BlockNet(block.config, block.weights, ops, block.target)
     assert block.call is not None and single.call is None
-    whole, pieces, by_op = Texts(block, 16, dtype), Texts(block, 16, dtype), Texts(single, 16, dtype)
+    whole = Texts(block, 16, dtype)
+    pieces = Texts(block, 16, dtype)
+    by_op = Texts(single, 16, dtype)
     whole.write_all()
     by_op.write_all()
     pieces.write([(1, 0, 77)])

@@ -68,7 +68,9 @@ def whole(rows: int, k: int) -> Tensor:
 def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int) -> None:
     if k % 256 and (kind == "mixed" or (kind in BLOCKS and BLOCKS[kind][0] == 256)):
         k = 256
-    w, x, bias = weight(ops, kind, n, k), whole(11, k), seeded(n)
+    w = weight(ops, kind, n, k)
+    x = whole(11, k)
+    bias = seeded(n)
     want = x.double() @ ops.unpack(w).double().T + bias
     reach = x.abs().double() @ ops.unpack(w).abs().double().T
     assert ((ops.linear(x, w, bias) - want).abs() <= 2e-6 * reach + 1e-6).all()
@@ -98,7 +100,8 @@ def test_extremes_do_not_saturate(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_row_invariant(ops: CpuOps, kind: str) -> None:
-    w, x = weight(ops, kind, 80, 256), seeded(150, 256)
+    w = weight(ops, kind, 80, 256)
+    x = seeded(150, 256)
     alone = torch.cat([ops.linear(x[i : i + 1], w) for i in range(150)])
     for m in (*range(1, 33), 150):
         assert torch.equal(ops.linear(x[:m], w), alone[:m]), m
@@ -108,7 +111,8 @@ def test_products_are_row_invariant(ops: CpuOps, kind: str) -> None:
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("inter", [64, 40])
 def test_gated_linear(ops: CpuOps, act: str, inter: int) -> None:
-    x, dense = seeded(9, 96), seeded(2 * inter, 96) * 0.2
+    x = seeded(9, 96)
+    dense = seeded(2 * inter, 96) * 0.2
     assert torch.allclose(ops.gated_linear(x, dense, act), REF.gated_linear(x, dense, act), atol=2e-5, rtol=1e-5)
     packed = ops.quantize(dense, "int8")
     gate, up = ops.linear(x, packed).chunk(2, -1)
@@ -117,7 +121,10 @@ def test_gated_linear(ops: CpuOps, act: str, inter: int) -> None:
 
 def test_row_ops(ops: CpuOps) -> None:
     for n in (64, 40, 7):
-        x, y, w, post = seeded(5, n), seeded(5, n, seed=1), seeded(n, seed=2), seeded(n, seed=3)
+        x = seeded(5, n)
+        y = seeded(5, n, seed=1)
+        w = seeded(n, seed=2)
+        post = seeded(n, seed=3)
         scale = torch.tensor([0.7])
         assert torch.allclose(ops.rms_norm(x, w, 1e-5), REF.rms_norm(x, w, 1e-5), atol=1e-6)
         assert torch.allclose(ops.rms_norm(x, None, 1e-5), REF.rms_norm(x, None, 1e-5), atol=1e-6)
@@ -135,7 +142,8 @@ def test_row_ops(ops: CpuOps) -> None:
 
 def test_logits_and_embedding(ops: CpuOps) -> None:
     table = ops.packer.pack([part("Q8_0", 100, 64)])
-    dense, h = ops.unpack(table), whole(4, 64)
+    dense = ops.unpack(table)
+    h = whole(4, 64)
     assert torch.allclose(ops.logits(h, table, None), h @ dense.T, rtol=1e-5, atol=1e-4)
     assert torch.allclose(ops.logits(h, table, 30.0), torch.tanh(h @ dense.T / 30.0) * 30.0, atol=1e-4)
     ids = torch.tensor([3, 99, 0, 3])
@@ -145,11 +153,10 @@ def test_logits_and_embedding(ops: CpuOps) -> None:
 
 
 def test_clustered_logits(ops: CpuOps) -> None:
-    g, centroids, rows = (
-        whole(3, 64),
-        seeded(20, 64),
-        seeded(20 * 24, 64),
-    )  # 24 rows a cluster: groups straddle clusters
+    # 24 rows a cluster: groups straddle clusters
+    g = whole(3, 64)
+    centroids = seeded(20, 64)
+    rows = seeded(20 * 24, 64)
     for held in (rows.view(20, 24, 64), ops.quantize(rows, "int8").view(20, 24, 64)):
         best, z = ops.clustered_logits(g, centroids, held, 5)
         want_best, want = REF.clustered_logits(g, centroids, ops.unpack(held).view(20, 24, 64), 5)
@@ -159,8 +166,10 @@ def test_clustered_logits(ops: CpuOps) -> None:
 @pytest.mark.parametrize(("clusters", "size"), [(20, 9), (64, 48), (7, 33)])  # neither need divide into sixteens
 def test_cluster_lean(ops: CpuOps, clusters: int, size: int) -> None:
     tokens = torch.randperm(clusters * size, generator=torch.Generator().manual_seed(1)).view(clusters, size)
-    seed, position = torch.tensor([1, -(1 << 40) - 3, 1 << 62, 5]), torch.tensor([0, 123456, 7, 8])
-    temperature, sampled = torch.tensor([1.0, 0.3, 1.7, 1.0]), torch.tensor([True, True, True, False])
+    seed = torch.tensor([1, -(1 << 40) - 3, 1 << 62, 5])
+    position = torch.tensor([0, 123456, 7, 8])
+    temperature = torch.tensor([1.0, 0.3, 1.7, 1.0])
+    sampled = torch.tensor([True, True, True, False])
     cluster_bonus = ops.cluster_bonus(tokens, seed, position, temperature, sampled)
     assert torch.allclose(
         cluster_bonus, REF.cluster_bonus(tokens, seed, position, temperature, sampled), rtol=1e-5, atol=1e-6
@@ -169,21 +178,25 @@ def test_cluster_lean(ops: CpuOps, clusters: int, size: int) -> None:
         ops.cluster_bonus(tokens, seed[1:2], position[1:2], temperature[1:2], sampled[1:2]), cluster_bonus[1:2]
     )
 
-    g, centroids, rows = whole(4, 64), seeded(clusters, 64) * 1e-3, seeded(clusters * size, 64).view(clusters, size, 64)
+    g = whole(4, 64)
+    centroids = seeded(clusters, 64) * 1e-3
+    rows = seeded(clusters * size, 64).view(clusters, size, 64)
     best, _ = ops.clustered_logits(g, centroids, rows, 5, cluster_bonus)
     assert torch.equal(best, REF.clustered_logits(g, centroids, rows, 5, cluster_bonus)[0])
     assert not torch.equal(best[:3], ops.clustered_logits(g, centroids, rows, 5)[0][:3])
 
 
 def test_choose(ops: CpuOps) -> None:
-    rows, n = 40, 1003
+    rows = 40
+    n = 1003
     z = seeded(rows, n) * 3
     z[10:20] *= 0.01  # any column may win,
     z[20:25] *= 10.0  # few may,
     z[25:30] += 10000.0  # sums are rounded,
     z[30:33] = 1.0  # and noise alone decides
     z[:, 7] = float("-inf")
-    seed, position = torch.arange(rows) * 7919 - 11, torch.arange(rows) + 5
+    seed = torch.arange(rows) * 7919 - 11
+    position = torch.arange(rows) + 5
     sampled = torch.arange(rows) % 3 != 0
     tokens = torch.stack([torch.randperm(50000)[:n] for _ in range(rows)])
     for ids in (None, tokens):
@@ -204,7 +217,8 @@ def test_logprobs(ops: CpuOps) -> None:
     z[1, 40] = z[1, 4999] = z[1].max() + 1.0
     z[2] -= 200.0
     tokens = torch.tensor([0, 5002, 17, 4096, 31])
-    got, want = ops.logprob_rows(z, tokens, 20), REF.logprob_rows(z, tokens, 20)
+    got = ops.logprob_rows(z, tokens, 20)
+    want = REF.logprob_rows(z, tokens, 20)
     assert torch.allclose(got[:, :21], want[:, :21], atol=3e-6, rtol=1e-6) and got[1, 21:23].tolist() == [40.0, 4999.0]
     assert torch.equal(got[[0, 2, 3, 4], 21:], want[[0, 2, 3, 4], 21:])
     for i in range(5):
@@ -253,7 +267,8 @@ def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
     taps = (0, 2)
     kv = [build_kv(config, 2, 160, 16, torch.float32) for _ in range(4)]
     spans = [(0, 100), (0, 50)]
-    want, got = model.forward(ids, kv[0].view(spans), taps), compiled.forward(ids, kv[1].view(spans), taps)
+    want = model.forward(ids, kv[0].view(spans), taps)
+    got = compiled.forward(ids, kv[1].view(spans), taps)
     assert torch.equal(got.hidden, want.hidden)
     assert all(torch.equal(a, b) for a, b in zip(got.streams, want.streams, strict=True))
     at = 0
@@ -316,10 +331,15 @@ def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tm
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q8_0", "IQ4_NL"), ("float32", "bfloat16")])
 def test_experts(ops: CpuOps, kinds: tuple[str, str]) -> None:
     """Rows are grouped by expert: each keeps its own bits, and the answer is the reference's on the same values."""
-    count, hidden, inter, top = 7, 256, 256, 3
+    count = 7
+    hidden = 256
+    inter = 256
+    top = 3
     gate_up = weight(ops, kinds[0], count * 2 * inter, hidden).view(count, 2 * inter, hidden)
     down = weight(ops, kinds[1], count * hidden, inter).view(count, hidden, inter)
-    router, scale, x = seeded(count, hidden, seed=4) * 0.1, seeded(count, seed=5).abs() + 0.5, seeded(40, hidden)
+    router = seeded(count, hidden, seed=4) * 0.1
+    scale = seeded(count, seed=5).abs() + 0.5
+    x = seeded(40, hidden)
     experts = ExpertWeights(router, scale, gate_up, down, top, "gelu_tanh")
     got = ops.moe(x * 0.5, x, experts)
     plain = (ops.unpack(w).view(w.shape) for w in (gate_up, down))
@@ -375,12 +395,19 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     out = target.forward(ids, kv.view([(0, 40), (0, 30), (0, 20)]), config.taps)
     rows = torch.tensor([39, 69, 89])
     features = out.features[rows]
-    view, last = kv.view([(39, 1), (29, 1), (19, 1)]), ids[rows]
-    sampled, seed, position = torch.tensor([False, True, True]), torch.tensor([1, 2, 3]), torch.tensor([41, 31, 21])
+    view = kv.view([(39, 1), (29, 1), (19, 1)])
+    last = ids[rows]
+    sampled = torch.tensor([False, True, True])
+    seed = torch.tensor([1, 2, 3])
+    position = torch.tensor([41, 31, 21])
     temperature = torch.tensor([1.0, 0.7, 1.3])
 
-    token, h, want, sure = last, features[:, : target_config.hidden], [], []
-    state, fast = drafter.start(view, features), compiled.start(view, features)
+    token = last
+    h = features[:, : target_config.hidden]
+    want = []
+    sure = []
+    state = drafter.start(view, features)
+    fast = compiled.start(view, features)
     for j in range(4):
         e = target.embed(token)
         again = compiled.step(e, h, fast)
@@ -466,7 +493,8 @@ def test_filters_are_their_definition(ops: CpuOps, vocab: int) -> None:
     ]  # fmt: skip
     params = [SamplingParams(temperature=t, **one) for one in how for t in (0.3, 1.0, 3.0)]
     batch = sampling_batch(params, [[0]] * len(params), [[]] * len(params), vocab, "cpu")
-    rows, none = torch.arange(len(params)), torch.zeros(len(params), 0, dtype=torch.int64)
+    rows = torch.arange(len(params))
+    none = torch.zeros(len(params), 0, dtype=torch.int64)
     for seed in range(3):
         logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(seed)) * 4
         if seed == 1:

@@ -53,10 +53,12 @@ KINDS = {torch.float32: (None, 1e-4), torch.float16: (None, 2e-3), torch.int8: (
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_addition(ops: CpuOps, kind: torch.dtype, tmp_path: Path) -> None:
     """Against the definition; rows and matrices without a change keep their bits, minus zero too."""
-    config, (quantize, error) = ModelConfig.from_hf(MODELS["qwen3"]), KINDS[kind]
+    config = ModelConfig.from_hf(MODELS["qwen3"])
+    quantize, error = KINDS[kind]
     dtype = torch.float16 if kind == torch.float16 else torch.float32
     bases = dummy_weights(config, "cpu", dtype, ops, quantize)
-    made, reference = adapters_of(config, ops, tmp_path, bases), ReferenceOps()
+    made = adapters_of(config, ops, tmp_path, bases)
+    reference = ReferenceOps()
     for name, path in ((name, tmp_path / name) for name in ADAPTERS):
         theirs = load_adapter(name, path, config, reference, torch.float32, torch.device("cpu"))
         assert made[name].parts.keys() == theirs.parts.keys()
@@ -80,7 +82,9 @@ def test_a_small_matrix_under_a_large_scale(ops: CpuOps) -> None:
     """Next to a quantised weight: what is 2^-24 of A and 2^24 of the scale is the same change, to the last bit."""
     rng = torch.Generator().manual_seed(0)
     x, a, b = (torch.randn(shape, generator=rng) for shape in ((5, 64), (6, 64), (32, 6)))
-    base, scale, pieces = ops.quantize(torch.randn((32, 64), generator=rng), "int8"), torch.ones(32), [(32, 6)]
+    base = ops.quantize(torch.randn((32, 64), generator=rng), "int8")
+    scale = torch.ones(32)
+    pieces = [(32, 6)]
     made = [ops.lowrank(a / size, b, scale * size, pieces, base) for size in (1.0, 2.0**24)]
     want, got = (ops.add_lowrank(torch.zeros(5, 32), x, part, None) for part in made)
     assert torch.equal(want, got) and want.abs().max() > 1.0
@@ -91,10 +95,12 @@ def test_a_small_matrix_under_a_large_scale(ops: CpuOps) -> None:
 def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Path) -> None:
     config = ModelConfig.from_hf(MODELS[name])
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=3), ops)
-    compiled, names = ops.compile(model), weight_names(model)
+    compiled = ops.compile(model)
+    names = weight_names(model)
     made = adapters_of(config, ops, tmp_path, adaptable_weights(model))
     order = [made["a"], None, made["b"], made["c"], made["a"], made["d"]]
-    counts, taps = [9, 4, 17, 3, 1, 30], (0, 2)
+    counts = [9, 4, 17, 3, 1, 30]
+    taps = (0, 2)
     ids = torch.randint(0, 96, (sum(counts),), generator=torch.Generator().manual_seed(0))
     spans = [(0, n) for n in counts]
 
@@ -107,12 +113,14 @@ def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Pa
     assert one is not None
     want = passed(AdaptedModel(model, AdaptedOps(model.ops, names, row_groups(order, counts, model.device))))
     assert all(torch.equal(a, b) for a, b in zip(passed(one), want, strict=True))
-    ends, last = [0, 2, 5], [counts[0] - 1, sum(counts[:3]) - 1, sum(counts) - 1]
+    ends = [0, 2, 5]
+    last = [counts[0] - 1, sum(counts[:3]) - 1, sum(counts) - 1]
     assert all(torch.equal(a, b[last]) for a, b in zip(passed(one, ends), want, strict=True))
     base = passed(compiled)[0].split(counts)
     for i, (adapter, rows) in enumerate(zip(order, want[0].split(counts), strict=True)):
         assert torch.equal(rows, base[i]) == (adapter is None)
-        kv, at = build_kv(config, 1, 64, 16, torch.float32), sum(counts[:i])
+        kv = build_kv(config, 1, 64, 16, torch.float32)
+        at = sum(counts[:i])
         for j in range(counts[i]):  # token by token, alone
             lone = ops.adapted(compiled, [adapter], [1])
             assert lone is not None
@@ -148,7 +156,9 @@ def test_decode_steps(ops: CpuOps, shape: str, params: dict[str, Any], tmp_path:
         order = ("a", "b", None, "c", "d", "a", None, "b")
         for i, (name, k) in enumerate(zip(order, (1, 4, 8, 16, 0, 4, 16, 8), strict=True)):
             job = request(str(i), PROMPT[i % 4 :], k=k if speculate else 0, logprobs=2, max_tokens=20, **params)
-            job.adapter, job.drafter, job.tree = name, "mtp" if speculate and k else False, 12 * (i == 5)
+            job.adapter = name
+            job.drafter = "mtp" if speculate and k else False
+            job.tree = 12 * (i == 5)
             made.append(job)
         return made
 

@@ -15,7 +15,8 @@ from outrider.ops.cpu.ops import CpuOps
 
 
 def test_threads_do_not_change_a_bit() -> None:
-    x, dense = seeded(9, 256), seeded(320, 256)
+    x = seeded(9, 256)
+    dense = seeded(320, 256)
     answers = []
     for threads in (1, 2, 3, 5):
         ops = CpuOps(threads=threads)
@@ -27,7 +28,9 @@ def test_threads_do_not_change_a_bit() -> None:
 def test_members_that_share_a_core_do_not_wait_against_each_other() -> None:
     """As happens while somebody else keeps the other cores busy. Processor time, so that a busy machine changes
     little."""
-    x, dense, cores = seeded(9, 256), seeded(320, 256), os.sched_getaffinity(0)
+    x = seeded(9, 256)
+    dense = seeded(320, 256)
+    cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
         used = []

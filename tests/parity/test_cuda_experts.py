@@ -43,7 +43,8 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 def experts(count: int, n: int, k: int, seed: int) -> tuple[QuantExperts, Tensor]:
     """DeviceWeight by the GPU, and what it stands for."""
-    dense, format = random(count, n, k, seed=seed, scale=k**-0.5), GROUPED if k % 128 == 0 else BY_ROW
+    dense = random(count, n, k, seed=seed, scale=k**-0.5)
+    format = GROUPED if k % 128 == 0 else BY_ROW
     held = round_experts(dense, format)
     assert held is not None
     return held, format.quantise(dense).dense().double()
@@ -69,9 +70,13 @@ def test_tokens_are_their_definition(
 ) -> None:
     """Tiles, chunks, tokens or slots mixed up; a last chunk that is not whole; spans of the dense MLP; ties of logits;
     copies not waited for; sums that are overwritten before they were added up."""
-    count, hidden, wide = 48, 1024, 1032
-    (gate_up, gate_up_d), (down, down_d) = experts(count, 2 * inner, hidden, 1), experts(count, hidden, inner, 2)
-    (wide_gu, wide_gu_d), (wide_down, wide_down_d) = matrix(2 * wide, hidden, 3), matrix(hidden, wide, 4)
+    count = 48
+    hidden = 1024
+    wide = 1032
+    gate_up, gate_up_d = experts(count, 2 * inner, hidden, 1)
+    down, down_d = experts(count, hidden, inner, 2)
+    wide_gu, wide_gu_d = matrix(2 * wide, hidden, 3)
+    wide_down, wide_down_d = matrix(hidden, wide, 4)
     assert units_of(wide_gu).splits > 1 and units_of(wide_down).splits > 1
     z = torch.randn((rows, count), generator=torch.Generator().manual_seed(5))
     z[:, 9] += 2.0  # many choose it
@@ -91,7 +96,8 @@ def test_tokens_are_their_definition(
         scale, factor = (None if t is None else hold(t) for t in (w.scale, w.factor))
         return replace(w, words=hold(w.words), scale=scale, factor=factor)
 
-    gate_up, down = replace(gate_up, matrix=kept(gate_up.matrix)), replace(down, matrix=kept(down.matrix))
+    gate_up = replace(gate_up, matrix=kept(gate_up.matrix))
+    down = replace(down, matrix=kept(down.matrix))
     dense = SharedMLP.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
     assert (dense is not None) == beside
     held = ExpertWeights(hold(router), hold(scale), gate_up, down, top, "gelu_tanh")
@@ -106,7 +112,8 @@ def test_tokens_are_their_definition(
     torch.testing.assert_close(logits, router_in.float() @ router.float().T, rtol=1e-4, atol=1e-4)
     for row in range(rows):
         order = sorted(range(count), key=lambda e: (-float(z[row, e]), e))[:top]
-        p, of = z[row].double().softmax(0)[order], slice(row * top, row * top + top)
+        p = z[row].double().softmax(0)[order]
+        of = slice(row * top, row * top + top)
         torch.testing.assert_close(weight[of].double(), p / p.sum() * scale[order].double(), rtol=1e-6, atol=0)
         want = torch.stack([mlp(x[row], gate_up_d[e], down_d[e]) for e in order])
         torch.testing.assert_close(pairs[of].double(), want, rtol=2e-2, atol=2e-2)
@@ -228,7 +235,8 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
-    few, (gate_up, down) = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32)), shells(128, 2816, 704)
+    few = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32))
+    gate_up, down = shells(128, 2816, 704)
     x = torch.zeros((1, 2816), dtype=torch.bfloat16)
     held = weights(gate_up, down)
     plan = few.plan(x, held, None)

@@ -24,9 +24,12 @@ from outrider.ops.triton.wna16_gemv import SOURCE, WeightChunk, WNA16Gemv, WorkU
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
-PLANE, PLANES = 32, 8
+PLANE = 32
+PLANES = 8
 TENSORS = ("words", "high", "scale", "zero_point", "factor")
-PLAIN, GELU, SILU = Epilogue(), Epilogue(act="gelu_tanh"), Epilogue(act="silu")
+PLAIN = Epilogue()
+GELU = Epilogue(act="gelu_tanh")
+SILU = Epilogue(act="silu")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ CASES = {
 
 def made(case: Case) -> QuantWeight:
     """Any words are weights; factors of about a fifteenth."""
-    draw, chunks, tiles = torch.Generator().manual_seed(case.n + case.k), -(-case.k // 256), -(-case.n // ROWS)
+    draw = torch.Generator().manual_seed(case.n + case.k)
+    chunks = -(-case.k // 256)
+    tiles = -(-case.n // ROWS)
     words = torch.randint(-(1 << 31), 1 << 31, (tiles, chunks, ROWS, PLANE), generator=draw, dtype=torch.int64).int()
     pairs = (PLANES // case.per + 1) // 2
 
@@ -100,7 +105,8 @@ class Rig:
         folder: Path = FOLDER,
         weight: QuantWeight | None = None,
     ):
-        self.case, self.memory = case, Memory()
+        self.case = case
+        self.memory = Memory()
         bare = weight or made(case)
         held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
         self.weight = replace(bare, **held)
@@ -141,7 +147,8 @@ def of(case: Case, w: QuantWeight, x: Tensor) -> tuple[Tensor, Tensor]:
     sum of all magnitudes, then the roundings to bfloat16 that the definition names, 2^-8 of a number each as either
     side of a tie may be taken. Neither activation is steeper than 1.13; a power of 2 and a quotient add 2^-20."""
     d = dequantised(w)
-    y, far = x.double() @ d.T, case.k * 2**-24 * (x.double().abs() @ dequantised_magnitude(w).T)
+    y = x.double() @ d.T
+    far = case.k * 2**-24 * (x.double().abs() @ dequantised_magnitude(w).T)
     far = far + 2**-8 * y.abs()
     if not case.extras.gated:
         return y, far
@@ -168,7 +175,8 @@ def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    rig, x = Rig(monkeypatch, case), drawn(case)
+    rig = Rig(monkeypatch, case)
+    x = drawn(case)
     together = rig.product(x)
     wanted, far = of(case, rig.weight, x)
     assert bool(((together.double() - wanted).abs() <= far).all())
@@ -198,8 +206,10 @@ def test_every_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         weight: Weight = FORMATS[name](case.n, case.k)
         held = repack(weight)
         assert held is not None
-        rig, x = Rig(monkeypatch, case, weight=held), drawn(case, most)
-        together, y = rig.product(x), x.double() @ weight.dense().double().T
+        rig = Rig(monkeypatch, case, weight=held)
+        x = drawn(case, most)
+        together = rig.product(x)
+        y = x.double() @ weight.dense().double().T
         if case.extras.gated:
             gate, up = y.bfloat16().double().chunk(2, 1)
             y = torch.nn.functional.gelu(gate, approximate="tanh") * up
@@ -217,7 +227,8 @@ def test_no_order_of_threads_and_blocks_changes_a_bit(monkeypatch: pytest.Monkey
 
 def test_rows_of_x_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["several units a warp, a block without any"]
-    rig, x = Rig(monkeypatch, case), drawn(case)
+    rig = Rig(monkeypatch, case)
+    x = drawn(case)
     assert torch.equal(rig.product(torch.nn.functional.pad(x, (0, 24))[:, : case.k]), rig.product(x))
 
 

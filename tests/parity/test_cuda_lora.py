@@ -39,7 +39,8 @@ class Adapters:
 
 def expected(y: Tensor, of: Adapters, u: Tensor, b: Tensor, end: Epilogue) -> Tensor:
     """y [R, N]: rounded products of all matrices."""
-    out, row = y.float(), 0
+    out = y.float()
+    row = 0
     for part, rows in enumerate(of.parts):
         mine = u[:, part * of.rank : (part + 1) * of.rank].float()
         for first, count, slot in row_ranges(of.slots, of.counts):
@@ -61,12 +62,15 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What a kernel makes of it, and what it should; block: of the kernel for 9 to 40 rows. u comes from the kernel
     ahead, and so does x, or (x_ready) from the one before that."""
-    draw, rows, ranges = torch.Generator().manual_seed(of.rank), sum(of.counts), row_ranges(of.slots, of.counts)
+    draw = torch.Generator().manual_seed(of.rank)
+    rows = sum(of.counts)
+    ranges = row_ranges(of.slots, of.counts)
     u = torch.randint(-9, 10, (rows, of.rank * len(of.parts)), generator=draw).bfloat16() / 4
     b = torch.randint(-9, 10, (SLOTS, sum(of.parts), of.rank), generator=draw).bfloat16() / 8
     for first, count, slot in ranges:
         u[first : first + count] *= slot >= 0
-    plain, x = Rig(patch, replace(case, extras=Epilogue())), drawn(case, rows)
+    plain = Rig(patch, replace(case, extras=Epilogue()))
+    x = drawn(case, rows)
     y = torch.cat([plain.product(part) for part in x.split(8)])
     rig = Rig(patch, case, folder=source, seed=seed)
     kernels: WNA16Gemv | W4A16Wgmma = rig.few
@@ -75,9 +79,11 @@ def run(
         patch.setattr(w4a16_wgmma, "choose_block", lambda *_: block)
         patch.setattr(w4a16_wgmma, "group_sums", sums_of_groups)
         kernels = W4A16Wgmma(torch.device("cpu"), rig.few.semaphores)
-        kernels.sms, kernels.source = case.blocks, source / w4a16_wgmma.SOURCE.name
+        kernels.sms = case.blocks
+        kernels.source = source / w4a16_wgmma.SOURCE.name
     hold = rig.memory.hold
-    x, rig.memory.overlaps = hold(x, ahead=not x_ready), 1 + x_ready
+    x = hold(x, ahead=not x_ready)
+    rig.memory.overlaps = 1 + x_ready
     change = SlotWeight(torch.empty(SLOTS, len(of.parts), of.rank, 0), hold(b), torch.ones(1), of.parts)
     lora = Shrunk(hold(u, ahead=True), change, hold(torch.tensor(ranges, dtype=torch.int32)), x, u, x_ready)
     with rig.memory:
@@ -160,7 +166,8 @@ def test_a_broken_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tm
 
 def test_what_is_left_to_triton() -> None:
     """Matrices that end within a tile, ranges without rows."""
-    x, many = torch.zeros(2, 512), torch.zeros(3, 3, dtype=torch.int32)
+    x = torch.zeros(2, 512)
+    many = torch.zeros(3, 3, dtype=torch.int32)
     for parts, ranges, takes in (((64, 64), 2, True), ((72, 56), 2, False), ((64, 64), 3, False)):
         change = SlotWeight(torch.empty(1, 2, 16, 512), torch.empty(1, 128, 16), torch.ones(1, 2), parts)
         assert wna16_gemv.whole_tiles(Shrunk(x, change, many[:ranges], x, x, True)) == takes

@@ -32,11 +32,13 @@ def compiles(source: str, arch: str, flags: object) -> bool:
 def test_few_rows(name: str) -> None:
     """And a chunk takes as much of shared memory there as is asked for here. One and eight rows, gated and not, take
     turns, and so do adapters of no, small and large rank."""
-    w, index = every_code()[name], list(every_code()).index(name)
+    w = every_code()[name]
+    index = list(every_code()).index(name)
     gated = index % 2 == 0
     flags = wna16_gemv.flags_of(w, Epilogue(act="silu" if gated else ""), 1 if gated else 8, 24)
     flags = {**flags, "RANK": (0, 16, 64)[index % 3]}
-    chunk, code = wna16_gemv.WeightChunk.of(w), "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
+    chunk = wna16_gemv.WeightChunk.of(w)
+    code = "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
     check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
     assert compiles(f"{wna16_gemv.SOURCE.read_text()}\n{check}\n", "90", flags)
 
@@ -45,7 +47,8 @@ def test_few_rows(name: str) -> None:
 def test_more_rows(rows: int, form: str) -> None:
     """And a block takes as much of shared memory there as is asked for here."""
     w = {"group 32": weight, "group 128": lambda: weight(group=128), "Q4_K": lambda: every_code()["Q4_K"]}[form]()
-    groups, has_zero_point = 8 // w.per, w.zero_point is not None
+    groups = 8 // w.per
+    has_zero_point = w.zero_point is not None
     block = w4a16_wgmma.choose_block(rows, groups, has_zero_point, ROOM)
     assert block is not None
     check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"

@@ -40,7 +40,10 @@ class Emulator(GemmWgmma):
 
     def __init__(self, memory: Memory, seed: int = 0, source: Path = SOURCE):
         super().__init__(torch.device("cpu"), memory.hold(torch.zeros(64, dtype=torch.int32)))
-        self.memory, self.seed, self.source, self.sms = memory, seed, source, 4
+        self.memory = memory
+        self.seed = seed
+        self.source = source
+        self.sms = 4
 
     def kernel(self, name: str, flags: Flags) -> Emulated:  # type: ignore[override]
         return self.memory.kernel(self.source.read_text(), name, dict(flags), seed=self.seed)
@@ -91,7 +94,8 @@ def product(x: Tensor, w: Tensor, end: Epilogue, tile: WgmmaTile, splits: int = 
 )
 def test_sums_are_chains_of_16_columns(rows: int, n: int, k: int, tile: WgmmaTile, splits: int, seed: int) -> None:
     """A product that adds in another order; a row, a column or a step at an end that is left out."""
-    x, w = drawn(rows, k), drawn(n, k, seed=1)
+    x = drawn(rows, k)
+    w = drawn(n, k, seed=1)
     steps = -(-k // 64)
     want = chains(x, w, -(-steps // splits) * 64)
     assert torch.equal(product(x, w, Epilogue(), tile, splits, seed=seed), want.bfloat16())
@@ -110,7 +114,8 @@ def test_sums_are_chains_of_16_columns(rows: int, n: int, k: int, tile: WgmmaTil
 )
 def test_epilogues(tile: WgmmaTile, gated: bool) -> None:
     """A gate that meets another column's partner; a bias of another column."""
-    x, w = drawn(140, 64), drawn(400, 64, seed=1)
+    x = drawn(140, 64)
+    w = drawn(400, 64, seed=1)
     bias = drawn(400, seed=2)
     sums = chains(x, w, 64) + bias.float()
     act = torch.nn.functional.silu
@@ -118,14 +123,16 @@ def test_epilogues(tile: WgmmaTile, gated: bool) -> None:
         end = Epilogue(bias, act="silu")
         want = act(sums[:, :200].bfloat16().float()).bfloat16().float() * sums[:, 200:].bfloat16().float()
     else:
-        end, want = Epilogue(bias.float()), sums
+        end = Epilogue(bias.float())
+        want = sums
     torch.testing.assert_close(product(x, w, end, tile).float(), want, rtol=2**-6, atol=1e-6)
 
 
 @emulated
 @pytest.mark.parametrize("tile", [WgmmaTile(256), WgmmaTile(160, True)])
 def test_logits_are_float32(tile: WgmmaTile) -> None:
-    x, w = drawn(129, 64), drawn(264, 64, seed=1)
+    x = drawn(129, 64)
+    w = drawn(264, 64, seed=1)
     want = torch.tanh(chains(x, w, 64) / 30) * 30
     out = product(x, w, Epilogue(softcap=30.0, out_dtype=torch.float32), tile)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
@@ -162,8 +169,10 @@ def test_a_broken_kernel_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    x, w = torch.zeros((256, 128), dtype=torch.bfloat16), torch.zeros((64, 128), dtype=torch.bfloat16)
-    gated, logits = Epilogue(act="silu"), Epilogue(out_dtype=torch.float32)
+    x = torch.zeros((256, 128), dtype=torch.bfloat16)
+    w = torch.zeros((64, 128), dtype=torch.bfloat16)
+    gated = Epilogue(act="silu")
+    logits = Epilogue(out_dtype=torch.float32)
     assert suits(x, w, Epilogue()) and suits(x, w, gated) and suits(x, w, logits) and suits(x[:, :64], w[:, :64], gated)
     others = [
         (x.float(), w, Epilogue()),

@@ -28,7 +28,9 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.most, self.semaphores = 0, 0, set[int]()
+        self.now = 0
+        self.most = 0
+        self.semaphores = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

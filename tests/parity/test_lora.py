@@ -76,7 +76,8 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_quantised_base_gets_the_same_change(quantize: str, tmp_path: Path) -> None:
     """In every product of a quantised model the adapter adds what it adds to the dequantised one."""
-    reference, ops = tiny.target("llama", hidden_size=64, intermediate_size=96), CpuOps(threads=1)
+    reference = tiny.target("llama", hidden_size=64, intermediate_size=96)
+    ops = CpuOps(threads=1)
     folder = tiny.write(reference, tmp_path / "base", tokenizer=False)
     peft_model(reference, tmp_path / "adapter")
     config, weights, _ = load_target(folder, ops=ops, quantize=quantize)

@@ -65,7 +65,8 @@ def converted(name: str, data: np.ndarray, swapped: bool) -> tuple[str, np.ndarr
 def write(kind: str, folder: Path, quantise: str | None = None, swapped: bool = False) -> Path:
     """A GGUF model and its projector; returns the model."""
     model = tiny_vision.target(kind)
-    text, state = model.config.get_text_config(), model.state_dict()
+    text = model.config.get_text_config()
+    state = model.state_dict()
     own = {normalise(k): v for k, v in state.items() if ".language_model." in k}
     folder.mkdir()
     arch = "gemma3" if kind == "gemma3_4b" else "gemma4"
@@ -100,7 +101,8 @@ def test_a_projector_gives_the_weights_of_the_safetensors(kind: str, swapped: bo
     """A transposed table, channels first, a norm without its one, fc1 for fc2."""
     folder = hub.resolve(str(tiny_vision.write(kind, tmp_path / "folder")))
     files = hub.resolve(str(write(kind, tmp_path / "gguf", swapped=swapped)))
-    want_config, config = vision_config(folder), vision_config(files)
+    want_config = vision_config(folder)
+    config = vision_config(files)
     assert config is not None and want_config is not None
     assert (config.boi_id, config.image_id, config.eoi_id) == (270, 271, 272) and abs(config.eps - 1e-6) < 1e-12
     ids = {f"{name}_id": getattr(want_config, f"{name}_id") for name in ("boi", "image", "eoi")}
@@ -123,7 +125,8 @@ def test_a_gguf_model_reads_images(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_projector_of_another_model_is_refused(tmp_path: Path) -> None:
-    other, path = write("gemma3_4b", tmp_path / "other"), write("gemma4_e2b", tmp_path / "gguf")
+    other = write("gemma3_4b", tmp_path / "other")
+    path = write("gemma4_e2b", tmp_path / "gguf")
     (path.parent / "mmproj-model-F16.gguf").write_bytes((other.parent / "mmproj-model-F16.gguf").read_bytes())
     with pytest.raises(OutriderError, match="'gemma3' projector does not fit gemma4_text"):
         LLM.load(str(path), drafter="none")

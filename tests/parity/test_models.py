@@ -137,7 +137,8 @@ def whole_logits(drafter: MTPNet, g: Tensor) -> Tensor:
 def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp_path: Path) -> None:
     """The K/V of the newest tokens is hidden from the drafter: sequence b has L tokens, L - 2 is the last visible
     key."""
-    this, reference = run(name), tiny.assistant(name, clustered)
+    this = run(name)
+    reference = tiny.assistant(name, clustered)
     read, weights = load_drafter(tiny.write(reference, tmp_path, tokenizer=False))
     assert read.position_offset == 2
     config: DrafterConfig = replace(read, position_offset=offset)
@@ -150,7 +151,8 @@ def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp
     their_hidden = [this.theirs[b].hidden_states[-1][:, p : p + 1] for b, p in enumerate(seen)]
     for _ in range(4):
         g, hidden = drafter.step(this.model.embed(token), hidden, state)
-        z, embedded = whole_logits(drafter, g), this.model.embed(token)
+        z = whole_logits(drafter, g)
+        embedded = this.model.embed(token)
         for b, n in enumerate(lengths):
             with torch.no_grad():
                 out = reference(
@@ -158,7 +160,8 @@ def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp
                     position_ids=torch.tensor([[n - offset]]),
                     shared_kv_states=shared_kv(this, b, n - 1),
                 )
-            their_hidden[b], expected = out.last_hidden_state, out.logits[0, 0]
+            their_hidden[b] = out.last_hidden_state
+            expected = out.logits[0, 0]
             assert worst(hidden[b], out.last_hidden_state[0, 0]) <= tolerance(name)
             scored = z[b].isfinite()
             assert int(scored.sum()) == (tiny.CLUSTER_TOP * tiny.VOCAB // tiny.CLUSTERS if clustered else tiny.VOCAB)
@@ -173,7 +176,8 @@ def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp
 def shared_kv(this: Run, b: int, count: int) -> dict[str, tuple[Tensor, Tensor]]:
     """The donors' K/V of the first `count` positions; sliding: the last `window` of them, as the drafter was
     trained."""
-    config, layers = this.model.config, this.theirs[b].past_key_values.layers
+    config = this.model.config
+    layers = this.theirs[b].past_key_values.layers
     parts = {}
     for kind in ("sliding", "full"):
         first = max(0, count - tiny.WINDOW) if kind == "sliding" else 0

@@ -62,7 +62,9 @@ def test_blocks_fit() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    w, gated, x = weight(), Epilogue(act="gelu_tanh"), torch.zeros((40, 512), dtype=torch.bfloat16)
+    w = weight()
+    gated = Epilogue(act="gelu_tanh")
+    x = torch.zeros((40, 512), dtype=torch.bfloat16)
     assert suits(x, w, Epilogue()) and suits(x[:9], w, gated) and suits(x, weight(group=128), Epilogue())
     others = [
         (x[:8], w, Epilogue()),
@@ -105,13 +107,15 @@ def both(
     source: Path = SOURCE,
 ) -> tuple[Tensor, Tensor]:
     """A product by this kernel, and by the one for few tokens, eight at a time."""
-    rig, x = Rig(patch, case, seed=seed, folder=runtime.FOLDER), drawn(case, rows)
+    rig = Rig(patch, case, seed=seed, folder=runtime.FOLDER)
+    x = drawn(case, rows)
     few = torch.cat([rig.product(part) for part in x.split(8)])
     patch.setattr(w4a16_wgmma, "units_of", wna16_gemv.units_of)
     patch.setattr(w4a16_wgmma, "choose_block", lambda *_: block)
     patch.setattr(w4a16_wgmma, "group_sums", sums_of_groups)
     more = W4A16Wgmma(torch.device("cpu"), rig.few.semaphores)
-    more.sms, more.source = blocks, source
+    more.sms = blocks
+    more.source = source
     x = rig.memory.hold(x)
     with rig.memory:
         out = more.product(x, rig.weight, case.extras, False)

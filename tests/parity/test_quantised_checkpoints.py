@@ -53,7 +53,8 @@ def test_every_scheme_means_what_its_container_says(name: str, scheme: str, tmp_
     for key, plan in tensor_plan(config).items():
         values = torch.cat([by_name[source].float() for source in plan.sources])
         torch.testing.assert_close(as_tensor(weights[key]), values, rtol=1e-6, atol=1e-9, msg=key)
-    ours, ids = TextModel(config, weights, ReferenceOps()), torch.arange(7, 31)
+    ours = TextModel(config, weights, ReferenceOps())
+    ids = torch.arange(7, 31)
     hidden = ours.forward(ids, build_kv(config, 1, len(ids)).view([(0, len(ids))])).hidden
     assert isinstance(hidden, torch.Tensor)
     want = functional_call(model, meant, (ids[None],)).logits[0]
@@ -127,7 +128,9 @@ def test_other_bits_by_layer(tmp_path: Path) -> None:
     """A recipe with two groups: int8 for down projections by pattern, int4 for the rest; one layer left dense by
     name."""
     folder = made("llama", tmp_path / "q")
-    state, stored, meant = load_file(folder / "model.safetensors"), {}, {}
+    state = load_file(folder / "model.safetensors")
+    stored = {}
+    meant = {}
     for name, values in state.items():
         module = name.removesuffix(".weight")
         if not quantised.linear(name, values) or module == "model.layers.1.self_attn.o_proj":
@@ -153,12 +156,15 @@ def test_other_bits_by_layer(tmp_path: Path) -> None:
 def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     model = tiny.target("gemma4_moe", hidden_size=32, moe_intermediate_size=32)
     folder = tiny.write(model, tmp_path, tokenizer=False)
-    state, stored, meant = load_file(folder / "model.safetensors"), {}, {}
+    state = load_file(folder / "model.safetensors")
+    stored = {}
+    meant = {}
     for name, values in state.items():
         if ".experts.gate_up_proj" not in name and ".experts.down_proj" not in name:
             stored[name] = values
             continue
-        base, each = name.rpartition(".")[0], []
+        base = name.rpartition(".")[0]
+        each = []
         for e, expert in enumerate(values):
             parts = expert.chunk(2) if "gate_up" in name else (expert,)
             for part, title in zip(
@@ -209,6 +215,7 @@ def test_the_cpu_kernels_hold_grouped_integers_as_they_are(scheme: str, tmp_path
     _, held, _ = load_target(folder, ops=ops)
     _, dense, _ = load_target(folder)
     for key in ("layers.0.qkv", "layers.1.gate_up", "layers.1.down"):
-        weight, meant = held[key], as_tensor(dense[key])
+        weight = held[key]
+        meant = as_tensor(dense[key])
         assert isinstance(weight, PackedWeight)
         torch.testing.assert_close(ops.unpack(weight), meant, rtol=2e-3, atol=2e-3)

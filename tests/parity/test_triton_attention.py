@@ -39,7 +39,8 @@ def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.
     per = -(-top // page)
     order = 1 + torch.randperm(len(spans) * per, generator=torch.Generator().manual_seed(3))
     shape = (1 + len(spans) * per, spec.kv_heads, page, spec.head_dim)
-    keys, values = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
+    keys = torch.full(shape, float("nan"))
+    values = torch.full(shape, float("nan"))
     table = order.view(len(spans), per)
     for b, (begin, count) in enumerate(spans):
         for p in range(begin + count):
@@ -62,7 +63,9 @@ def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) ->
     """v taken after k's norm or rotation; a write to the logical page; q and k norms swapped."""
     spec = AttnSpec(4, 2, 24, 0, writes, k_eq_v=k_eq_v, norm_v=norm_v)
     mine, theirs = (cache(spec, [(5, 3), (0, 2)], 4) for _ in range(2))
-    qkv, q_norm, k_norm = rand(5, spec.qkv_rows), rand(24, seed=1), rand(24, seed=2)
+    qkv = rand(5, spec.qkv_rows)
+    q_norm = rand(24, seed=1)
+    k_norm = rand(24, seed=2)
     freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
     cos, sin = ops.rope_angles(mine.positions * 100, freq)
     for got, want in zip((cos, sin), REF.rope_angles(mine.positions * 100, freq)):
@@ -115,9 +118,11 @@ def test_rows_of_an_image_see_each_other(
 @pytest.mark.parametrize("window", [None, 48])
 def test_tiles_of_prompts_take_images(window: int | None) -> None:
     """As above, in the kernel for prompts, to the bit."""
-    spec, dtype = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3), torch.bfloat16 if CUDA else torch.float32
+    spec = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3)
+    dtype = torch.bfloat16 if CUDA else torch.float32
     kv = cache(spec, [(41, 104)], 16, dtype)
-    cut, q = ReductionSpec(16, 16), rand(104, 256, seed=4, dtype=dtype)
+    cut = ReductionSpec(16, 16)
+    q = rand(104, 256, seed=4, dtype=dtype)
     shape = AttentionConfig(False, 64, 4, 2)
     got = prefill_attention.attend(q, spec, kv, False, cut, shape, span_end=145)
     near(got, REF.attend_span(q, spec, kv, 145))
@@ -128,9 +133,11 @@ def test_tiles_of_prompts_take_images(window: int | None) -> None:
 def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> None:
     """Rounded as the definition does, the largest kept finite; read exactly, by one program or many, in bits that
     do not depend on the rows beside; moved as they are."""
-    fp8, spec = torch.float8_e4m3fn, AttnSpec(4, 2, 24, 0, True, window=window, scale=0.3)
+    fp8 = torch.float8_e4m3fn
+    spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=0.3)
     mine, theirs = (cache(spec, [(150, 5), (3, 2)], 16, fp8) for _ in range(2))
-    qkv, k_norm = rand(7, spec.qkv_rows), rand(24, seed=2)
+    qkv = rand(7, spec.qkv_rows)
+    k_norm = rand(24, seed=2)
     qkv[:, -1] = 1e4
     freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
     cos, sin = REF.rope_angles(mine.positions, freq)
@@ -259,7 +266,8 @@ def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim
     """Few queries, splits apart and added up, programs that share columns, prompts: the same bits, and the right ones.
     Odd columns in the place of even ones, queries sorted once too often, a prompt's result before its queries were
     read."""
-    kind, spec = torch.bfloat16 if CUDA else torch.float32, AttnSpec(4, 2, dim, 0, True, window=window, scale=0.1)
+    kind = torch.bfloat16 if CUDA else torch.float32
+    spec = AttnSpec(4, 2, dim, 0, True, window=window, scale=0.1)
     kv = in_eight_bits(cache(spec, [(0, 20), (166, 5), (5, 1), (9, 0), (100, 3)], 16, kind))
     q = rand(kv.positions.shape[0], 4 * dim, seed=4, dtype=kind)
     cut = ReductionSpec(32, 32, near=256, mid=64, far=512, coarse=128)
@@ -298,7 +306,8 @@ def test_heads_of_a_program_rotate_alike(
 ) -> None:
     """Heads written to a neighbour's place or with its norm; programs with fewer heads than warps."""
     spec = AttnSpec(heads, kv_heads, 16, 0, True, k_eq_v=k_eq_v, norm_v=True)
-    qkv, norms = rand(5, spec.qkv_rows), (rand(16, seed=1), rand(16, seed=2))
+    qkv = rand(5, spec.qkv_rows)
+    norms = (rand(16, seed=1), rand(16, seed=2))
     found = []
     monkeypatch.setattr(rope, "FEW_ROWS", ())
     for rows in (6, 1):  # from which a program takes several heads: one head each, then four
@@ -329,7 +338,8 @@ def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
 def test_a_dot_that_depends_on_rows_is_found() -> None:
     """With a dot whose order of summation depends on the number of rows, as a BLAS has it, bitwise comparisons of
     shapes fail."""
-    cut, spec = ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128), AttnSpec(4, 2, 24, 0, True, scale=2.5)
+    cut = ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128)
+    spec = AttnSpec(4, 2, 24, 0, True, scale=2.5)
     kv = cache(spec, [(40, 4)], 16)
     q = rand(4, 96, seed=4)
 
@@ -353,18 +363,16 @@ def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None
     """Rows of trees, whose keys lie in the order of rows: each has the bits of a row alone in a line, whose keys lie in
     the order of positions. A row that sees its neighbours' branches, a path across two splits, heads that fill a tile
     and more, a tree at position 0."""
-    parents, bases, cut = (
-        [[0, 1, 2, 0, 1], [0, 0], []],
-        [30, 0, 5],
-        ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128),
-    )
-    tree, spec = (
-        TreeRows.of([DraftTree((), line) for line in parents], torch.zeros(0, device=DEVICE)),
-        AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3),
-    )
+    parents = [[0, 1, 2, 0, 1], [0, 0], []]
+    bases = [30, 0, 5]
+    cut = ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128)
+    tree = TreeRows.of([DraftTree((), line) for line in parents], torch.zeros(0, device=DEVICE))
+    spec = AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3)
     kv = cache(spec, [(base, len(line) + 1) for base, line in zip(bases, parents)], 16)
     first = torch.tensor(bases, device=DEVICE)[kv.row_seq]
-    kv.kv_slots, kv.ancestors, kv.positions = kv.positions, tree.ancestors, first + tree.depth
+    kv.kv_slots = kv.positions
+    kv.ancestors = tree.ancestors
+    kv.positions = first + tree.depth
     q = rand(len(first), heads * 16, seed=4)
     together = attend(q, spec, kv, False, cut)
     near(together, REF.attend(q, spec, kv))

@@ -46,7 +46,8 @@ def test_attend_block(ops: TritonOps, case: tuple, dtype: torch.dtype, monkeypat
     spec = AttnSpec(heads, kv_heads, dim, 0, True, window=kept, scale=0.3, k_eq_v=same, norm_v=same)
     attn = BlockAttn(spec, window, causal, rand(dim, seed=1), None if same else rand(dim, seed=2))
     kind = torch.float32 if dtype in EIGHT else dtype
-    size, count = len(lengths), len(lengths) * slots
+    size = len(lengths)
+    count = len(lengths) * slots
     kv = cache(spec, [(0, max(n, 1)) for n in lengths], 16, dtype)
     if dtype in EIGHT:  # what the store holds behind the text is finite there
         kv.keys, kv.values = ([t[0].float().nan_to_num(0.0).to(dtype)] for t in (kv.keys, kv.values))
@@ -58,7 +59,8 @@ def test_attend_block(ops: TritonOps, case: tuple, dtype: torch.dtype, monkeypat
         k, v = (torch.full((size, kv_heads, slots + 1, dim), float("nan"), dtype=kind, device=DEVICE) for _ in "kv")
         return BlockRows(k, v, end)
 
-    mine, theirs = rows(), rows()
+    mine = rows()
+    theirs = rows()
     clean = [t[0] if dtype in EIGHT else t[0].nan_to_num(0.0) for t in (kv.keys, kv.values)]
     plain = type(kv)(**{**vars(kv), "keys": [clean[0]], "values": [clean[1]]})  # torch multiplies masked keys by 0
     want = REF.attend_block(q, made, (cos, sin), attn, plain, theirs, 0)
@@ -68,7 +70,8 @@ def test_attend_block(ops: TritonOps, case: tuple, dtype: torch.dtype, monkeypat
         near(mine.keys[:, :, :slots], theirs.keys[:, :, :slots])
         near(mine.values[:, :, :slots], theirs.values[:, :, :slots])
     if causal:
-        mine, parts = rows(), []
+        mine = rows()
+        parts = []
         grid = lambda t: t.view(size, slots, -1)  # noqa: E731
         for j in range(slots):
             one = [grid(t)[:, j].contiguous() for t in (q, made, cos, sin)]
@@ -82,7 +85,8 @@ def test_write_context(ops: TritonOps, same: bool) -> None:
     spec = AttnSpec(4, 2, 24, 0, True, k_eq_v=same, norm_v=same)
     attn = BlockAttn(spec, None, True, None, rand(24, seed=2))
     mine, theirs = (cache(spec, [(5, 3), (0, 4)], 4) for _ in range(2))
-    made, (cos, sin) = rand(7, 24 * (2 if same else 4)), angles(7, 24)
+    made = rand(7, 24 * (2 if same else 4))
+    cos, sin = angles(7, 24)
     ops.write_context(made, (cos, sin), attn, mine)
     REF.write_context(made, (cos, sin), attn, theirs)
     for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
@@ -103,7 +107,8 @@ def test_real_sizes(ops: TritonOps, heads: int, kv_heads: int, dim: int, window:
         pages = 1 + torch.randperm(size * per, device=DEVICE).view(size, per).to(torch.int32)
         shape = (1 + size * per, kv_heads, 16, dim)
         kv.keys, kv.values = ([torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)] for _ in "kv")
-        kv.tables, kv.max_context = {"full": pages}, length + 16
+        kv.tables = {"full": pages}
+        kv.max_context = length + 16
         q, made = (rand(size * 16, n * dim, seed=n, dtype=torch.bfloat16) for n in (heads, 2 * kv_heads))
         cos, sin = angles(size * 16, dim)
         own = [torch.empty((size, kv_heads, 16, dim), device=DEVICE, dtype=torch.bfloat16) for _ in "kv"]

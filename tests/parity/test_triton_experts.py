@@ -29,7 +29,8 @@ from outrider.ops.triton.repack import repack  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
 from outrider.weights.load import dummy_weights  # noqa: E402
 
-EXPERTS, TOP = 5, 2
+EXPERTS = 5
+TOP = 2
 
 
 def experts(name: str, n: int, k: int) -> Weight:
@@ -40,7 +41,9 @@ def experts(name: str, n: int, k: int) -> Weight:
 
 def inputs(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Router logits, x, and the experts' own factors."""
-    z, x, scale = rand(rows, EXPERTS, seed=1), rand(rows, hidden, seed=2), rand(EXPERTS, seed=3).abs() + 0.5
+    z = rand(rows, EXPERTS, seed=1)
+    x = rand(rows, hidden, seed=2)
+    scale = rand(EXPERTS, seed=3).abs() + 0.5
     return z.to(DEVICE), x.to(DEVICE, DTYPE), scale.to(DEVICE)
 
 
@@ -55,7 +58,9 @@ def defined(
 def test_product_is_its_definition(name: str) -> None:
     """Experts that begin within a tile of 64 rows; a factor, a zero_point or a sum of another expert, pair or group; an
     edge that is stored."""
-    n, k, rows = 72, 256, 3
+    n = 72
+    k = 256
+    rows = 3
     weight = experts(name, n, k)
     held = hold_experts(weight)
     assert held is not None and held.shape == (EXPERTS, n, k)
@@ -76,8 +81,10 @@ def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str, monkeypatch
     """One row, few and many an expert; gate and up mixed up; a row's bits with other rows beside it and in other
     tiles."""
     hidden, inner = (2816, 704) if CUDA else (96, 32)
-    gate_up, down = experts(name, 2 * inner, hidden), experts(name, hidden, inner)
-    first, second = hold_experts(gate_up), hold_experts(down)
+    gate_up = experts(name, 2 * inner, hidden)
+    down = experts(name, hidden, inner)
+    first = hold_experts(gate_up)
+    second = hold_experts(down)
     assert first is not None and second is not None
     z, x, scale = inputs(300 if CUDA else 24, hidden)
 
@@ -87,7 +94,8 @@ def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str, monkeypatch
     whole = run(len(x))
     near(whole, defined(z, x, scale, gate_up.dense(), down.dense()), 1e-2 if CUDA else 5e-4)
     few = run(1), run(3)
-    small, wide = ExpertTile(16, 32, 2, 2), ExpertTile(32, 64, 2, 4)
+    small = ExpertTile(16, 32, 2, 2)
+    wide = ExpertTile(32, 64, 2, 4)
     monkeypatch.setattr(moe, "choose_tile", lambda pairs, w, gated, shared: small if gated else wide)
     for got in (*few, run(len(x))):
         same = whole[: len(got)]
@@ -98,7 +106,8 @@ def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str, monkeypatch
 
 
 def test_one_product_quantised_and_the_other_dense() -> None:
-    hidden, inner = 64, 32
+    hidden = 64
+    inner = 32
     dense = rand(EXPERTS, 2 * inner, hidden, seed=4, scale=0.1), rand(EXPERTS, hidden, inner, seed=5, scale=0.1)
     gate_up, down = (t.to(DEVICE, DTYPE) for t in dense)
     weights = [IntegerFormat(4, 32).quantise(t) for t in (gate_up, down)]
@@ -136,11 +145,10 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
             for m in (repack(f.quantise(as_tensor(w))) for f, w in zip(MODES["int8"], mlp, strict=True))
             if m is not None
         ]
-    router, scale = weight(count, hidden, seed=5) * 4, rand(count, seed=6).abs().to(DEVICE) + 0.5
-    norms, scalar = (
-        [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)],
-        torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE),
-    )
+    router = weight(count, hidden, seed=5) * 4
+    scale = rand(count, seed=6).abs().to(DEVICE) + 0.5
+    norms = [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)]
+    scalar = torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE)
     held = ExpertWeights(router, scale, gate_up, down, top, "gelu_tanh")
     end = MoeResidual(norms[0], norms[1], norms[2], scalar, norms[3], 1e-6)
     most = 300 if CUDA else 3
@@ -157,18 +165,15 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
 
 
 def test_spans_of_the_dense_mlp_are_added_where_it_is_mixed() -> None:
-    pairs, weight, x = (
-        rand(2 * TOP, 64).to(DEVICE, DTYPE),
-        rand(2 * TOP, seed=1).to(DEVICE),
-        rand(2, 64, seed=2).to(DEVICE, DTYPE),
-    )
-    parts, norms = (
-        rand(6, 64, seed=3).view(3, 2, 64).to(DEVICE),
-        [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)],
-    )
+    pairs = rand(2 * TOP, 64).to(DEVICE, DTYPE)
+    weight = rand(2 * TOP, seed=1).to(DEVICE)
+    x = rand(2, 64, seed=2).to(DEVICE, DTYPE)
+    parts = rand(6, 64, seed=3).view(3, 2, 64).to(DEVICE)
+    norms = [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)]
     end = MoeResidual(norms[0], norms[1], norms[2], None, norms[3], 1e-6)
     added = ((parts[0] + parts[1]) + parts[2]).to(DTYPE)
-    whole, spans = (moe.mix(pairs, weight, added, x, end, False), moe.mix(pairs, weight, parts, x, end, False))
+    whole = moe.mix(pairs, weight, added, x, end, False)
+    spans = moe.mix(pairs, weight, parts, x, end, False)
     assert all(torch.equal(a, b) for a, b in zip(whole, spans, strict=True))
 
 
@@ -205,7 +210,8 @@ def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.Mon
         and held.nbytes == whole.nbytes
     )
     for name in ("words", "scale", "factor"):
-        one, other = getattr(held.matrix, name), getattr(whole.matrix, name)
+        one = getattr(held.matrix, name)
+        other = getattr(whole.matrix, name)
         assert (one is None and other is None) or torch.equal(one, other), name
 
 
@@ -228,15 +234,18 @@ def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
     """Logits are those of the values the weights stand for; drafts, several sequences at once, leave the plain
     tokens."""
     raw = {**VARIANTS["moe"], "num_hidden_layers": 1, "layer_types": ["full_attention"], "moe_intermediate_size": 32}
-    config, ops = ModelConfig.from_hf(raw), OnlyExperts()
-    held, meant = dict[str, DeviceWeight](), dict[str, DeviceWeight]()
+    config = ModelConfig.from_hf(raw)
+    ops = OnlyExperts()
+    held = dict[str, DeviceWeight]()
+    meant = dict[str, DeviceWeight]()
     for name, w in dummy_weights(config, "cpu", torch.float32, None, None, 3).items():
         assert isinstance(w, torch.Tensor)
         dense = w.to(DEVICE, DTYPE if w.dim() > 1 else None) * (12.0 if w.dim() > 1 else 1.0)
         held[name] = ops.fast.quantize(dense, "int4") if ".experts_" in name else dense
         meant[name] = IntegerFormat(4, 32).quantise(dense).dense() if ".experts_" in name else dense
     assert isinstance(held["layers.0.experts_gate_up"], QuantExperts)
-    model, plain = TextModel(config, held, ops), TextModel(config, meant, ReferenceOps())
+    model = TextModel(config, held, ops)
+    plain = TextModel(config, meant, ReferenceOps())
     if not CUDA:  # bfloat16 may route a row elsewhere
         ids = torch.arange(3, 9)
         views = [build_kv(config, 1, len(ids)).view([(0, len(ids))]) for _ in range(2)]

@@ -19,8 +19,12 @@ from outrider.ops.lowrank import Adapter, LowRank  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 
-DEVICE, IN = torch.device("cuda" if CUDA else "cpu"), 456  # two spans, the second one shorter
-OWNERS, COUNTS = ("a", None, "b", "a"), (1, 5, 9, 19)  # the last takes two ranges
+# two spans, the second one shorter
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+IN = 456
+# the last takes two ranges
+OWNERS = ("a", None, "b", "a")
+COUNTS = (1, 5, 9, 19)
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -30,10 +34,15 @@ def rand(*shape: int) -> torch.Tensor:
 def adapter(name: str, rank: int, rows: tuple[int, ...], leave: int | None = None) -> Adapter:
     """Of one weight that is fused of matrices with so many rows; leave: one that it does not change."""
     pieces = tuple((n, 0 if i == leave else rank + i) for i, n in enumerate(rows))
-    b, scale, row, first = torch.zeros(sum(rows), sum(r for _, r in pieces)), torch.zeros(sum(rows)), 0, 0
+    b = torch.zeros(sum(rows), sum(r for _, r in pieces))
+    scale = torch.zeros(sum(rows))
+    row = 0
+    first = 0
     for n, r in pieces:
         b[row : row + n, first : first + r] = rand(n, r)
-        scale[row : row + n], row, first = (0.5 + rank if r else 0.0), row + n, first + r
+        scale[row : row + n] = 0.5 + rank if r else 0.0
+        row = row + n
+        first = first + r
     return Adapter(name, name.encode(), {"w": LowRank(rand(first, IN) / 32, b, scale, pieces)})
 
 
@@ -42,8 +51,12 @@ def adapter(name: str, rank: int, rows: tuple[int, ...], leave: int | None = Non
 )
 def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: int, rows: tuple[int, ...]) -> None:
     """Three fused matrices of which an adapter leaves one alone, gate and up, ranks with and without padding."""
-    ops, n, total = TritonOps(DEVICE, pdl=False), sum(rows), sum(COUNTS)
-    w, x, side = rand(n, IN).to(DEVICE) / 8, rand(total, IN).to(DEVICE), rand(total, n).to(DEVICE)
+    ops = TritonOps(DEVICE, pdl=False)
+    n = sum(rows)
+    total = sum(COUNTS)
+    w = rand(n, IN).to(DEVICE) / 8
+    x = rand(total, IN).to(DEVICE)
+    side = rand(total, n).to(DEVICE)
     made = {"a": adapter("a", rank, rows, leave=1), "b": adapter("b", 8, rows)}
 
     def runs(base: ReferenceOps, first: int, who: tuple[str | None, ...], how: tuple[int, ...]) -> list[torch.Tensor]:
@@ -55,7 +68,8 @@ def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: i
         out = [adapted.linear(x[here], w), adapted.linear_act_mul(x[here], w, side[here], "silu")]
         return [*out, adapted.gated_linear(x[here], w, "gelu_tanh")] if len(rows) == 2 else out
 
-    got, want = runs(ops, 0, OWNERS, COUNTS), runs(ReferenceOps(), 0, OWNERS, COUNTS)
+    got = runs(ops, 0, OWNERS, COUNTS)
+    want = runs(ReferenceOps(), 0, OWNERS, COUNTS)
     for mine, theirs in zip(got, want):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     start = 0
@@ -76,8 +90,11 @@ def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: i
 
 def test_a_slot_changes_its_content_and_grows() -> None:
     """More adapters than slots, a larger rank, a replaced adapter: each has the values that it has alone."""
-    ops, w, x = TritonOps(DEVICE, pdl=False), rand(96, IN).to(DEVICE), rand(3, IN).to(DEVICE)
-    made, slots = [adapter(str(i), (4, 8, 40, 2)[i], (96,)) for i in range(4)], AdapterSlots(1, torch.float32, DEVICE)
+    ops = TritonOps(DEVICE, pdl=False)
+    w = rand(96, IN).to(DEVICE)
+    x = rand(3, IN).to(DEVICE)
+    made = [adapter(str(i), (4, 8, 40, 2)[i], (96,)) for i in range(4)]
+    slots = AdapterSlots(1, torch.float32, DEVICE)
     seen = set()
 
     def run(who: list[Adapter | None], slots: AdapterSlots) -> torch.Tensor:

@@ -63,7 +63,9 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("rows,n,k", [(1, 48, 64), (5, 40, 96), (17, 32, 64), (40, 72, 80)])
 def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     """Partial tiles in every direction; a bias added twice or to the wrong column."""
-    x, w, bias = rand(rows, k, dtype=dtype), rand(n, k, seed=1, dtype=dtype), rand(n, seed=2, dtype=dtype)
+    x = rand(rows, k, dtype=dtype)
+    w = rand(n, k, seed=1, dtype=dtype)
+    bias = rand(n, seed=2, dtype=dtype)
     near(ops.linear(x, w), REF.linear(x, w))
     near(ops.linear(x, w, bias), REF.linear(x, w, bias))
 
@@ -73,7 +75,8 @@ def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -
 def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
     """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call; spans in
     one program."""
-    x, w = rand(18, 160), rand(48, 160, seed=1)
+    x = rand(18, 160)
+    w = rand(48, 160, seed=1)
     for serial_splitk in (False, True):
         shape = Rows(32, 16, 32, 2, swap_ab=turned, serial_splitk=serial_splitk)
         near(dense_gemm(x, w, ops.gemm, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
@@ -82,14 +85,16 @@ def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
 
 def test_linear_strided(ops: TritonOps) -> None:
     """A view of a wider tensor: the row stride is not the width."""
-    x, w = rand(3, 128)[:, 32:96], rand(32, 64, seed=1)
+    x = rand(3, 128)[:, 32:96]
+    w = rand(32, 64, seed=1)
     near(ops.linear(x, w), REF.linear(x, w))
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
 def test_gated(ops: TritonOps, act: str) -> None:
     """Gate and up swapped, or read from the wrong rows; the activation's tails."""
-    x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
+    x = rand(3, 64, scale=3.0)
+    w = rand(96, 64, seed=1)
     near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
     for tile in (
         GemmReduction(16, 16, 1, 2, swap_ab=True),
@@ -103,7 +108,8 @@ def test_gated(ops: TritonOps, act: str) -> None:
 
 
 def test_logits(ops: TritonOps) -> None:
-    x, w = rand(2, 64), rand(100, 64, seed=1, scale=5.0)
+    x = rand(2, 64)
+    w = rand(100, 64, seed=1, scale=5.0)
     near(ops.logits(x, w, 30.0), REF.logits(x, w, 30.0))
     near(ops.logits(x, w, None), REF.logits(x, w, None))
 
@@ -111,7 +117,8 @@ def test_logits(ops: TritonOps) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 70])
 def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
     """The guarantee behind 'lossless': a row's bits are the same in any company, and in any shape of tile."""
-    x, w = rand(136, 96), rand(64, 96, seed=1)
+    x = rand(136, 96)
+    w = rand(64, 96, seed=1)
     for gated in (False, True):
         tile = GemmReduction(16, 32, 3, 2, swap_ab=True)
         end = Epilogue(act="silu" if gated else "")
@@ -124,7 +131,8 @@ def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
 
 def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
     """A program that takes 64 + 16 rows: rows given twice or to nobody; the last program's partly filled halves."""
-    x, w = rand(200, 80), rand(64, 80, seed=1)
+    x = rand(200, 80)
+    w = rand(64, 80, seed=1)
     for rows in (70, 150):
         for gated in (False, True):
             for splits in (1, 2):
@@ -138,10 +146,15 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
 @pytest.mark.parametrize("gated,splits", [(False, 1), (True, 1), (False, 3)])
 def test_epilogues_and_misaligned_rows_of_stream_k(ops: TritonOps, gated: bool, splits: int) -> None:
     """Rows, columns and spans that end inside a tile; bias, activation and factor; rows that TMA cannot load."""
-    rows, n, k = 37, 40, 144
-    x, w, y = rand(rows, k), rand(n * (2 if gated else 1), k, seed=1), rand(rows, n, seed=2)
+    rows = 37
+    n = 40
+    k = 144
+    x = rand(rows, k)
+    w = rand(n * (2 if gated else 1), k, seed=1)
+    y = rand(rows, n, seed=2)
     bias = rand(len(w), seed=3)
-    tile, fetched = GemmReduction(32, 16, splits, 2), Rows(16, 16, 16, 2, bm2=16, tma=True)
+    tile = GemmReduction(32, 16, splits, 2)
+    fetched = Rows(16, 16, 16, 2, bm2=16, tma=True)
     extra = Epilogue(act="silu") if gated else Epilogue(mul=y, act="gelu_tanh")
     for more in (extra, replace(extra, bias=bias)):
         want = dense_gemm(x, w, ops.gemm, more, tile)
@@ -160,12 +173,12 @@ def test_tiles_that_are_cut_among_programs(
 ) -> None:
     """Tiles that two programs share, after and between whole ones: a part left out, done twice or begun from another
     tile's sums, a mark that is not taken back. The bits of one program a tile."""
-    n, k = 104, 144
-    x, w = rand(50, k), rand(n * (2 if gated else 1), k, seed=1)
-    tile, extra = (
-        GemmReduction(16, 16, splits, 2),
-        Epilogue(act="silu", bias=rand(2 * n, seed=2)) if gated else Epilogue(),
-    )
+    n = 104
+    k = 144
+    x = rand(50, k)
+    w = rand(n * (2 if gated else 1), k, seed=1)
+    tile = GemmReduction(16, 16, splits, 2)
+    extra = Epilogue(act="silu", bias=rand(2 * n, seed=2)) if gated else Epilogue()
     monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
     monkeypatch.setattr(gemm, "STREAMK_MAX_WHOLE_TILES", 0)
     want = dense_gemm(x, w, ops.gemm, extra, tile, Rows(64, 16, 16, 2))
@@ -241,7 +254,9 @@ def test_where_wgmma_takes_no_product_triton_does(ops: TritonOps, monkeypatch: p
             asked.append(len(x))
             return self.made
 
-    kernels, x, w = Kernels(), rand(130, 32), rand(16, 32, seed=1)
+    kernels = Kernels()
+    x = rand(130, 32)
+    w = rand(16, 32, seed=1)
     monkeypatch.setattr(gemm, "config_for_rows", lambda *a: Rows(16, 16, 16, 2, wgmma=len(a) > 6))
     device = replace(ops.gemm, wgmma=kernels)
     run = lambda rows, end=Epilogue(): dense_gemm(x[:rows], w, device, end)
@@ -272,7 +287,10 @@ def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms(ops: TritonOps, dtype: torch.dtype) -> None:
     """A mean over the padded width; the scalar applied before the sum; x' returned un-normed where no norm follows."""
-    x, y, w, v = rand(3, 72, dtype=dtype), rand(3, 72, seed=1, dtype=dtype), rand(72, seed=2), rand(72, seed=3)
+    x = rand(3, 72, dtype=dtype)
+    y = rand(3, 72, seed=1, dtype=dtype)
+    w = rand(72, seed=2)
+    v = rand(72, seed=3)
     scale = torch.tensor([0.37], device=DEVICE)
     near(ops.rms_norm(x, w, 1e-6), REF.rms_norm(x, w, 1e-6))
     near(ops.rms_norm(x.view(3, 3, 24), None, 1e-6), REF.rms_norm(x.view(3, 3, 24), None, 1e-6))
@@ -285,7 +303,9 @@ def test_norms(ops: TritonOps, dtype: torch.dtype) -> None:
 
 def test_norms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are fetched late: the bits of those fetched early."""
-    x, y, w = rand(3, 72), rand(3, 72, seed=1), [rand(72, seed=s) for s in range(2, 6)]
+    x = rand(3, 72)
+    y = rand(3, 72, seed=1)
+    w = [rand(72, seed=s) for s in range(2, 6)]
     some = []
     for most in (norm.PROMPT, 1):
         monkeypatch.setattr(norm, "PROMPT", most)
@@ -296,14 +316,16 @@ def test_norms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads,dim", [((4, 2), 24), ((3, 3), 16)])
 def test_heads_of_a_tower_are_rotated(ops: TritonOps, heads: tuple[int, int], dim: int) -> None:
     """q and k norms swapped, v rotated or scaled, pairs of neighbours rotated."""
-    qkv, angle = rand(5, (heads[0] + 2 * heads[1]) * dim), rand(5, dim // 2, seed=3)
+    qkv = rand(5, (heads[0] + 2 * heads[1]) * dim)
+    angle = rand(5, dim // 2, seed=3)
     given = ((angle.cos(), angle.sin()), (rand(dim, seed=1), rand(dim, seed=2)), heads, 1e-6)
     for got, want in zip(ops.rotate_heads(qkv, *given), REF.rotate_heads(qkv, *given)):
         near(got, want)
 
 
 def test_embed(ops: TritonOps) -> None:
-    ids, table = torch.tensor([5, 0, 9, 5], device=DEVICE), rand(10, 72)
+    ids = torch.tensor([5, 0, 9, 5], device=DEVICE)
+    table = rand(10, 72)
     near(ops.embed(ids, table, 72**0.5), REF.embed(ids, table, 72**0.5), 1e-7)
     near(ops.embed(ids, table, 1.0), REF.embed(ids, table, 1.0), 1e-7)
     column = torch.stack([ids, ids.flip(0)], 1)[:, 1]  # one step of [B, K] drafts
@@ -312,14 +334,18 @@ def test_embed(ops: TritonOps) -> None:
 
 def test_three_norms_and_per_layer(ops: TritonOps) -> None:
     """Norms swapped; a layer's part of another row or layer; the token's part scaled twice."""
-    x, y, post = rand(3, 72), rand(3, 72, seed=6), rand(72, seed=7)
+    x = rand(3, 72)
+    y = rand(3, 72, seed=6)
+    post = rand(72, seed=7)
     norms = (rand(72, seed=1), rand(72, seed=2), rand(72, seed=8))
     for got, want in zip(
         ops.residual_norms(x, y, post, norms, 1e-6), REF.residual_norms(x, y, post, norms, 1e-6), strict=True
     ):
         near(got, want)
-    ids, table = torch.tensor([5, 0, 9], device=DEVICE), rand(10, 4 * 24, seed=3)
-    projected, gain = rand(3, 4 * 24, seed=4), rand(24, seed=5)
+    ids = torch.tensor([5, 0, 9], device=DEVICE)
+    table = rand(10, 4 * 24, seed=3)
+    projected = rand(3, 4 * 24, seed=4)
+    gain = rand(24, seed=5)
     near(
         ops.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6),
         REF.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6),
@@ -329,7 +355,8 @@ def test_three_norms_and_per_layer(ops: TritonOps) -> None:
 @pytest.mark.parametrize("many", [(32, 64, 2, 4), (16, 16, 2, 8)])
 def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, int, int]) -> None:
     """A tile for 17 rows that steps over the end of a span, or cuts the sum elsewhere than the tile for one row."""
-    x, w = rand(20, 160), rand(48, 160, seed=1)
+    x = rand(20, 160)
+    w = rand(48, 160, seed=1)
     tile = GemmReduction(16, 32, 2, 2, many=many)
     whole = dense_gemm(x, w, ops.gemm, tile=tile)
     near(whole, REF.linear(x, w))
@@ -340,21 +367,27 @@ def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_moe(ops: TritonOps, rows: int) -> None:
     """An expert with more rows than a tile; weights not renormalised, or scaled before that; slots mixed up."""
-    x, z = rand(rows, 48), rand(rows, 48, seed=1)
-    router, scale = rand(6, 48, seed=2), rand(6, seed=3).abs() + 0.5
-    gate_up, down = rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
+    x = rand(rows, 48)
+    z = rand(rows, 48, seed=1)
+    router = rand(6, 48, seed=2)
+    scale = rand(6, seed=3).abs() + 0.5
+    gate_up = rand(6, 40, 48, seed=4)
+    down = rand(6, 48, 20, seed=5)
     experts = ExpertWeights(router, scale, gate_up, down, 2, "gelu_tanh")
     whole = ops.moe(z, x, experts)
     near(whole, REF.moe(z, x, experts))
     same(ops.moe(z[:1], x[:1], experts), whole[:1])
-    h, stream = rand(*x.shape, seed=9), rand(*x.shape, seed=14)
-    mlp, norms = (rand(64, 48, seed=12), rand(48, 32, seed=13)), (rand(48, seed=10), rand(48, seed=11))
+    h = rand(*x.shape, seed=9)
+    stream = rand(*x.shape, seed=14)
+    mlp = (rand(64, 48, seed=12), rand(48, 32, seed=13))
+    norms = (rand(48, seed=10), rand(48, seed=11))
     for step in (
         (rand(48, seed=15), rand(1, seed=16), rand(48, seed=17)),
         (rand(48, seed=15), None, None),
         (None, rand(1, seed=16), None),
     ):
-        layer, rows_of = MoeLayer(experts, mlp, MoeResidual(*norms, *step, 1e-6)), (z, x, h, stream)
+        layer = MoeLayer(experts, mlp, MoeResidual(*norms, *step, 1e-6))
+        rows_of = (z, x, h, stream)
         both = ops.moe_with_shared_mlp(*rows_of, layer)
         for got, want in zip(both, REF.moe_with_shared_mlp(*rows_of, layer), strict=True):
             near(got, want)
@@ -379,8 +412,11 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
         def wait_stream(self, other: Stream) -> None:
             waits.append((self.name, other.name))
 
-    h, gate_up, down = rand(SIDE_STREAM_ROWS + 1, 48), rand(64, 48, seed=1), rand(48, 32, seed=2)
-    ops, twin = TritonOps(DEVICE, pdl=False), TritonOps(DEVICE, pdl=False)
+    h = rand(SIDE_STREAM_ROWS + 1, 48)
+    gate_up = rand(64, 48, seed=1)
+    down = rand(48, 32, seed=2)
+    ops = TritonOps(DEVICE, pdl=False)
+    twin = TritonOps(DEVICE, pdl=False)
     want, join = ops.dense_mlp(h, (gate_up, down), "gelu_tanh")
     ops.pdl = True
     assert join() is True and not waits
@@ -399,10 +435,13 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
 def test_moe_tiles(ops: TritonOps, pairs: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts with no pair, with one tile and with several; a tile that reads another expert's pairs; more tiles than
     expected."""
-    x, router = rand(90, 48), rand(6, 48, seed=2)
+    x = rand(90, 48)
+    router = rand(6, 48, seed=2)
     router[2] = -router.abs().sum(0)  # seldom chosen
     z = ops.logits(rand(90, 48, seed=1).abs(), router, None)
-    scale, gate_up, down = rand(6, seed=3).abs() + 0.5, rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
+    scale = rand(6, seed=3).abs() + 0.5
+    gate_up = rand(6, 40, 48, seed=4)
+    down = rand(6, 48, 20, seed=5)
     want = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False)
     with monkeypatch.context() as patch:
         patch.setattr(moe, "expert_tile", lambda *_: moe.ExpertTile(pairs, wide, 2, 4))
@@ -415,18 +454,19 @@ def test_moe_tiles(ops: TritonOps, pairs: int, wide: int, monkeypatch: pytest.Mo
 
 # ---- choosing
 def test_clusters(ops: TritonOps) -> None:
-    g, centroids, rows = rand(3, 24), rand(20, 24, seed=1), rand(20, 9, 24, seed=2)
+    g = rand(3, 24)
+    centroids = rand(20, 24, seed=1)
+    rows = rand(20, 9, 24, seed=2)
     tokens = torch.randperm(20 * 9).view(20, 9).to(DEVICE)
     seed, position = (torch.tensor(x, device=DEVICE) for x in ([1, -(1 << 40) - 3, 7], [0, 123456, 5]))
-    temperature, sampled = (
-        torch.tensor([0.6, 40.0, 1.0], device=DEVICE),
-        torch.tensor([True, True, False], device=DEVICE),
-    )
+    temperature = torch.tensor([0.6, 40.0, 1.0], device=DEVICE)
+    sampled = torch.tensor([True, True, False], device=DEVICE)
     cluster_bonus = REF.cluster_bonus(tokens, seed, position, temperature, sampled)
     near(ops.cluster_bonus(tokens, seed, position, temperature, sampled), cluster_bonus)
     chosen = []
     for to in (None, cluster_bonus):
-        got, want = ops.clustered_logits(g, centroids, rows, 5, to), REF.clustered_logits(g, centroids, rows, 5, to)
+        got = ops.clustered_logits(g, centroids, rows, 5, to)
+        want = REF.clustered_logits(g, centroids, rows, 5, to)
         assert torch.equal(got[0], want[0])
         near(got[1], want[1])
         chosen.append(got[0])
@@ -435,7 +475,9 @@ def test_clusters(ops: TritonOps) -> None:
 
 def test_clusters_that_tie(ops: TritonOps) -> None:
     """Of equal scores the lower id first, whether they stand in the same block of clusters or far apart."""
-    z, g, rows = rand(2, 550).repeat(1, 2), rand(2, 8), rand(1100, 2, 8, seed=1)
+    z = rand(2, 550).repeat(1, 2)
+    g = rand(2, 8)
+    rows = rand(1100, 2, 8, seed=1)
     best, _ = choose.cluster_scores(z, None, g, rows, 40, False)
     assert torch.equal(best, z.sort(dim=-1, descending=True, stable=True).indices[:, :40])
 
@@ -460,6 +502,7 @@ def test_gumbel_argmax(ops: TritonOps) -> None:
 
 def test_columns_are_clamped_in_place(ops: TritonOps) -> None:
     """Bounds of another column, or columns past a program's end left as they were."""
-    x, low = rand(3, 1100, scale=3.0), rand(1100, seed=1) - 1.0
+    x = rand(3, 1100, scale=3.0)
+    low = rand(1100, seed=1) - 1.0
     want = x.clone().clamp_(low, low + 1.5)
     assert ops.clamp_columns(x, low, low + 1.5) is x and torch.equal(x, want)

@@ -87,7 +87,8 @@ def near(got: torch.Tensor, want: torch.Tensor, rel: float) -> None:
 def test_product_is_its_definition(name: str) -> None:
     """A plane, a pair or a half in the wrong place; a factor of another group; an edge of rows or columns that is read
     or stored."""
-    n, k = 72, 512
+    n = 72
+    k = 512
     weight = WEIGHTS[name](n, k).to(DEVICE)
     dense = weight.dense()
     held = repack(weight)
@@ -117,7 +118,8 @@ def test_columns_that_fill_no_chunk() -> None:
 
 def test_gated_bias_and_multiplied() -> None:
     weight = IntegerFormat(4, 32).quantise(rand(144, 256, seed=1, scale=0.1)).to(DEVICE)
-    held, dense = repack(weight), weight.dense().to(DTYPE)
+    held = repack(weight)
+    dense = weight.dense().to(DTYPE)
     assert held is not None
     seen = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     x, y, bias = (rand(*s).to(DEVICE, DTYPE) for s in ((2, 256), (2, 144), (144,)))
@@ -171,7 +173,8 @@ def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tm
     _, held, _ = load_target(folder, DEVICE, DTYPE, ops)
     _, dense, _ = load_target(folder, DEVICE, torch.float32)
     for key in ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down"):
-        weight, meant = held[key], dense[key]
+        weight = held[key]
+        meant = dense[key]
         assert isinstance(weight, QuantWeight) and weight.shape == meant.shape
         x = rand(2, meant.shape[1]).to(DEVICE, DTYPE)
         near(ops.linear(x, weight), REF.linear(x.float(), meant), 1e-2)
@@ -183,7 +186,8 @@ def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> N
     ops = TritonOps(DEVICE, pdl=False)
     held = ops.pack_weights(parts, DEVICE)
     assert isinstance(held, Parts) and held.shape == (48, 256)
-    x, bias = rand(2, 256).to(DEVICE, DTYPE), rand(48).to(DEVICE, DTYPE)
+    x = rand(2, 256).to(DEVICE, DTYPE)
+    bias = rand(48).to(DEVICE, DTYPE)
     dense = torch.cat([p.dense() for p in parts]).to(DEVICE)
     near(ops.linear(x, held, bias), REF.linear(x.float(), dense, bias.float()), 1e-2)
     near(ops.gated_linear(x, held, "silu"), REF.gated_linear(x.float(), dense, "silu"), 1e-2)
@@ -206,7 +210,8 @@ def test_dense_weights_are_rounded_when_asked(mode: str) -> None:
 def test_a_small_matrix_stays_dense_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to four bits E2B's small matrices made a step slower than bfloat16's."""
     monkeypatch.setattr(base, "SMALL", 64 * 256)
-    ops, dense = TritonOps(DEVICE, pdl=False), rand(64, 256, seed=3).to(DEVICE, DTYPE)
+    ops = TritonOps(DEVICE, pdl=False)
+    dense = rand(64, 256, seed=3).to(DEVICE, DTYPE)
     assert ops.quantize(dense, "int4") is dense
     assert ops.pack_weights([IntegerFormat(4, 32).quantise(dense)], DEVICE) is None
     assert isinstance(ops.quantize(rand(65, 256, seed=3).to(DEVICE, DTYPE), "int4"), QuantWeight)
@@ -237,10 +242,8 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
         assert held is not None
-        x, extras = (
-            rand(8, k).to(DEVICE, DTYPE),
-            Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue(),
-        )
+        x = rand(8, k).to(DEVICE, DTYPE)
+        extras = Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue()
         want = quant_linear(x, held, few.semaphores, extras, True)
         for rows in range(1, 9):
             got = few.product(x[:rows], held, extras, True)
@@ -258,10 +261,8 @@ def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> 
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
         assert held is not None
-        x, extras = (
-            rand(40, k).to(DEVICE, DTYPE),
-            Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue(),
-        )
+        x = rand(40, k).to(DEVICE, DTYPE)
+        extras = Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue()
         want = quant_linear(x, held, ops.semaphores, extras, True)
         for rows in (9, 16, 17, 25, 40):
             got = ops.more.product(x[:rows], held, extras, True)

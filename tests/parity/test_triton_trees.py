@@ -36,7 +36,10 @@ def ops() -> TritonOps:
 def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> None:
     """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or
     NaN; trees of a few tokens and of more."""
-    batch, depth, n, g = 2, 3, 2500, torch.Generator().manual_seed(5)
+    batch = 2
+    depth = 3
+    n = 2500
+    g = torch.Generator().manual_seed(5)
     ids = (
         torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
     )
@@ -57,7 +60,8 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
             assert torch.equal(got, want), (level, name)
         assert torch.allclose(fronts[0].chance, fronts[1].chance, rtol=1e-4, atol=1e-9)
     for count in (4, 9):
-        got, want = ops.build_fixed_tree(found[1], count, depth), REF.build_fixed_tree(found[1], count, depth)
+        got = ops.build_fixed_tree(found[1], count, depth)
+        want = REF.build_fixed_tree(found[1], count, depth)
         for name in ("tokens", "depth", "ancestors", "parent_rows"):
             assert torch.equal(getattr(got, name), getattr(want, name)), (count, name)
 
@@ -65,10 +69,8 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
 def test_combed_alike(ops: TritonOps) -> None:
     """Steps that lie further apart than they are long; fewer parts that found something than there are rivals."""
     g = torch.Generator().manual_seed(2)
-    scores, ids = (
-        torch.randn((2, 3, 40), generator=g).to(DEVICE),
-        torch.randint(0, 999, (2, 3, 40), generator=g).to(DEVICE, torch.int32),
-    )
+    scores = torch.randn((2, 3, 40), generator=g).to(DEVICE)
+    ids = torch.randint(0, 999, (2, 3, 40), generator=g).to(DEVICE, torch.int32)
     scores[1, 1, 2:] = float("-inf")
     got, want = (x.chain_with_runner_ups(scores[:, :, :37], ids[:, :, :37]) for x in (ops, REF))
     there = want.chance > 0

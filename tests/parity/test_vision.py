@@ -48,7 +48,8 @@ def test_gemma3_pixels_are_those_of_the_pil_processor(size: tuple[int, int]) -> 
 @pytest.mark.parametrize("kind", tiny_vision.KINDS)
 def test_soft_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     files = hub.resolve(str(tiny_vision.write(kind, tmp_path)))
-    model, config = tiny_vision.target(kind), VisionConfig.from_hf(files.config)
+    model = tiny_vision.target(kind)
+    config = VisionConfig.from_hf(files.config)
     assert config is not None
     ours = VisionModel(config, load_vision(files, config, "cpu", torch.float32))
     for budget, size in ((70, (300, 200)), (16, (100, 400)), (16, (64, 64))):
@@ -100,7 +101,8 @@ def test_the_next_token_is_that_of_transformers(kind: str, tmp_path: Path) -> No
     `create_masks_for_generate` have it, so it is handed to transformers; the others make theirs themselves."""
     folder = tiny_vision.write(kind, tmp_path)
     llm = LLM.load(str(folder), ops="reference", drafter="none", image_tokens=70, dtype="float32")
-    config, model = llm.images().config, tiny_vision.target(kind)
+    config = llm.images().config
+    model = tiny_vision.target(kind)
     images = [tiny_vision.picture(90, 200, 1), tiny_vision.picture(64, 48, 2)]
     place = config.placeholder_id
     got = llm.generate(
@@ -127,7 +129,9 @@ def test_an_image_in_a_second_turn(kind: str, tmp_path: Path) -> None:
     llm = LLM.load(
         str(folder), ops="reference", drafter="none", image_tokens=70, dtype="float32", page_size=8, prefill_chunk=8
     )
-    config, model, params = llm.images().config, tiny_vision.target(kind), SamplingParams(max_tokens=1, logprobs=20)
+    config = llm.images().config
+    model = tiny_vision.target(kind)
+    params = SamplingParams(max_tokens=1, logprobs=20)
     images = [tiny_vision.picture(90, 200, 1), tiny_vision.picture(64, 48, 2)]
     picture = lambda i: {"type": "image", "image": images[i]}  # noqa: E731
     turns = [{"role": "user", "content": [picture(0), {"type": "text", "text": "What is it?"}]}]

@@ -62,7 +62,9 @@ def test_few_tiles_have_their_spans_in_parallel() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    w, gated, x = weight(), Epilogue(act="gelu_tanh"), torch.zeros((300, 512), dtype=torch.bfloat16)
+    w = weight()
+    gated = Epilogue(act="gelu_tanh")
+    x = torch.zeros((300, 512), dtype=torch.bfloat16)
     assert suits(x, w, Epilogue()) and suits(x[:41], w, gated) and suits(x, weight(group=128), Epilogue())
     others = [
         (x[:40], w, Epilogue()),
@@ -83,14 +85,16 @@ def both(
     patch: pytest.MonkeyPatch, case: Case, rows: int, tile: W4A16Tile, sms: int, seed: int = 0, source: Path = SOURCE
 ) -> tuple[Tensor, Tensor]:
     """A product by this kernel, and by the one for few tokens, eight at a time."""
-    rig, x = Rig(patch, case, seed=seed, folder=runtime.FOLDER), drawn(case, rows)
+    rig = Rig(patch, case, seed=seed, folder=runtime.FOLDER)
+    x = drawn(case, rows)
     few = torch.cat([rig.product(part) for part in x.split(8)])
     patch.setattr(w4a16_gemm, "units_of", wna16_gemv.units_of)
     patch.setattr(w4a16_gemm, "choose_tile", lambda *_: tile)
     patch.setattr(w4a16_gemm, "group_sums", sums_of_groups)
     patch.setattr(w4a16_gemm, "tensor_map", emulated_map)
     many = W4A16Gemm(torch.device("cpu"), rig.memory.hold(torch.zeros(128, dtype=torch.int32)))
-    many.sms, many.source = sms, source
+    many.sms = sms
+    many.source = source
     x = rig.memory.hold(x)
     with rig.memory:
         out = many.product(x, rig.weight, case.extras, False)

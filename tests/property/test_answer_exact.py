@@ -86,7 +86,8 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Whole]:
             whole.text += event.text
             if event.finish_reason is not None:
                 assert event.stats is not None
-                whole.finish, whole.counted = event.finish_reason, event.stats.new_tokens
+                whole.finish = event.finish_reason
+                whole.counted = event.stats.new_tokens
     engine.check()
     return out
 
@@ -137,10 +138,14 @@ def test_the_stop_that_comes_first_wins_however_many_tokens_come_at_once() -> No
     ids = [letters[c] for c in "abcdabcd"]
     for widths in ([1] * 8, [8], [3, 5], [2, 6]):
         answer = OutputProcessor(SamplingParams(stop=("abcd", "c")), (1,), Detokenizer(TOKENIZER), None)
-        at, text, finish = 0, "", None
+        at = 0
+        text = ""
+        finish = None
         for width in widths:
             taken = answer.take(ids[at : at + width], 100)
-            at, text, finish = at + len(taken.texts), text + "".join(taken.texts), taken.finish
+            at = at + len(taken.texts)
+            text = text + "".join(taken.texts)
+            finish = taken.finish
             if finish:
                 break
         assert (at, text, finish) == (3, "ab", "stop"), widths
@@ -150,10 +155,12 @@ def test_a_stop_id_before_min_tokens_stays_in_the_text() -> None:
     a, b = (next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == c) for c in (b"a", b"b"))
     for widths in ([1] * 4, [4], [1, 3]):
         answer = OutputProcessor(SamplingParams(stop_token_ids=(a,), min_tokens=3), (1,), Detokenizer(TOKENIZER), None)
-        text, at = "", 0
+        text = ""
+        at = 0
         for width in widths:
             taken = answer.take([a, b, b, a][at : at + width], 100)
-            text, at = text + "".join(taken.texts), at + len(taken.texts)
+            text = text + "".join(taken.texts)
+            at = at + len(taken.texts)
         assert (text, at, taken.finish) == ("abb", 4, "stop")
 
 

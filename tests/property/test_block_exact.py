@@ -10,7 +10,7 @@ import itertools
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,7 +52,8 @@ class Audited(BlockDrafter):
     rounds = audits = 0
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        target, block = self.block.target, self.block
+        target = self.block.target
+        block = self.block
         self.rounds += 1
         if self.rounds % 3 or not batch.tokens[0]:  # a captured step knows none
             return super().propose(batch, k)
@@ -61,7 +62,8 @@ class Audited(BlockDrafter):
             store = KVStore(target.config, CacheSpec(1, 256, 4, 256, 256), torch.float32, "cpu", self.kv_specs)
             cache, _ = store.open([0], 4, reuse=False)
             store.reserve(cache, known)
-            at, start = torch.arange(known), torch.tensor([0, known], dtype=torch.int32)
+            at = torch.arange(known)
+            start = torch.tensor([0, known], dtype=torch.int32)
             store.flush()
             kv = store.view(torch.tensor([cache.slot]), at, torch.zeros_like(at), start, known, known)
             block.write_context(
@@ -70,7 +72,8 @@ class Audited(BlockDrafter):
             for layer in block.layers:
                 want = block_context(layer.attn, kv, torch.tensor([known]))
                 got = block_context(layer.attn, batch.kv, batch.position)
-                there, wanted = got[2][b] >= 0, want[2][0] >= 0
+                there = got[2][b] >= 0
+                wanted = want[2][0] >= 0
                 windows = [w - 1 for w in (layer.attn.window, layer.attn.spec.window) if w is not None]
                 assert int(there.sum()) == min([known, *windows])
                 assert got[2][b][there].tolist() == want[2][0][wanted].tolist()
@@ -171,10 +174,13 @@ def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
     drafts go on to the end."""
 
     class Ended(BlockDrafter):
-        trusted, plan, lengths = 0.0, DraftPlan("", 4), set[int]()
+        trusted = 0.0
+        plan = DraftPlan("", 4)
+        lengths: ClassVar = set[int]()
 
         def propose(self, batch: DraftBatch, k: int) -> Draft:
-            batch.plans, batch.trust = [self.plan] * len(batch.ids), [self.trusted] * 16
+            batch.plans = [self.plan] * len(batch.ids)
+            batch.trust = [self.trusted] * 16
             made = super().propose(batch, k)
             self.lengths.update(made.lengths.tolist())
             assert bool(((made.confidence >= 0) & (made.confidence <= 1)).all())
@@ -187,7 +193,9 @@ def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
         (1.0, DraftPlan("", 4, stop=0.5, drop=0.2), 4),
     ):
         made = Ended(drafter(folder / layout, layout, MODELS["llama"]).block)
-        made.trusted, made.plan, made.lengths = trusted, plan, set()
+        made.trusted = trusted
+        made.plan = plan
+        made.lengths = set()
         engine = tiny_engine("llama", made, names=(), model=MODELS["llama"])
         assert run(engine, [request("a", PROMPT, k=4, max_tokens=8)]) == want
         assert engine.metrics.drafter_failures == 0 and max(made.lengths) == length
@@ -225,7 +233,9 @@ def test_a_drafter_that_foresees_is_accepted(folder: Path) -> None:
 def audited_steps(engine: Engine, block: BlockNet, every: int = 3) -> list[int]:
     """From now on the block drafter's pages are audited after every third step, or another; how many sequences each
     time. An audit reads what is unread."""
-    step, audits, count = engine.step, list[int](), itertools.count()
+    step = engine.step
+    audits = list[int]()
+    count = itertools.count()
 
     def audited_step() -> list[Event]:
         events = step()
@@ -275,7 +285,8 @@ def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, An
         request("d", PROMPT[1:], k=1, **{**params, "max_tokens": 9}),
         request("e", PROMPT[3:], k=4, **{**params, "presence_penalty": 0.5}),  # no part of the call
     ]
-    got, want = run(one, jobs), run(many, jobs)
+    got = run(one, jobs)
+    want = run(many, jobs)
     assert got == want
     assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
     assert torch.equal(one.runner.features, many.runner.features)
@@ -326,7 +337,8 @@ def test_windows_in_one_call(folder: Path, layout: str, variant: str, window: in
     ]
     alone = tiny_engine("llama", model=model, page_size=16, **room)
     want = {r.id: run(alone, [Request(r.id, r.prompt, r.params, 0, False)])[r.id] for _, r in jobs}
-    step, unread = engine.step, engine.runner.unread
+    step = engine.step
+    unread = engine.runner.unread
     assert unread is not None
 
     def held_step() -> list[Event]:

@@ -61,7 +61,9 @@ def recorded(folder: Path, layout: str, model: Any) -> Recorded:
 
 def same_drafts(folder: Path, layout: str, variant: str, jobs: list[Any], model: Any = None, **room: Any) -> Any:
     """The graph engine; its texts are plain ones, its drafts the eager engine's."""
-    model, made, texts = model or MODELS[variant], [], []
+    model = model or MODELS[variant]
+    made = []
+    texts = []
     for graphs in (False, True):
         made.append(recorded(folder, layout, model))
         engine = tiny_engine(variant, made[-1], names=(), model=model, graphs=graphs, **room)
@@ -140,7 +142,8 @@ def test_adversarial_weights(folder: Path, layout: str, value: float) -> None:
 @torch.inference_mode()
 def test_no_value_is_looked_at(layout: str) -> None:
     """On the meta device there are none: whatever would wait for a GPU raises."""
-    ops, variant = ShapesOnly(), "dense" if "gemma" in layout else "llama"
+    ops = ShapesOnly()
+    variant = "dense" if "gemma" in layout else "llama"
     target = ModelConfig.from_hf(VARIANTS[variant])
     blank = lambda plans: {  # noqa: E731
         n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in plans.items()
@@ -152,7 +155,8 @@ def test_no_value_is_looked_at(layout: str) -> None:
     sampling = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
     state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"), sampling)
     inputs = Inputs.of(torch.device("meta"), 4, 2)
-    chains, tree = ((0, 0), (2, 0), (16, 0)), (4, min(15, made.max_nodes(4)))
+    chains = ((0, 0), (2, 0), (16, 0))
+    tree = (4, min(15, made.max_nodes(4)))
     steps = [("sampled", *shape) for shape in (*chains, tree)] + [("greedy", *tree), ("sort", *tree)]
     for choosing, k, nodes in steps:
         key = Key(2, k, 512, choosing, "drafter" if k else None, nodes=nodes)  # type: ignore[arg-type]

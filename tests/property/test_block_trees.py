@@ -78,7 +78,8 @@ def test_branches_are_taken(folder: Path, variant: str, graphs: bool) -> None:
     """Catches a path that is moved to the wrong positions, and context written of rows beside it."""
     want = plain(variant, [request("a", PROMPT, max_tokens=24)])["a"]
     made = Runner(drafter(folder / "z-lab", "z-lab", MODELS[variant]).block)
-    made.text, made.block.logits = [*PROMPT, *want], made.foresees  # type: ignore[method-assign]
+    made.text = [*PROMPT, *want]  # type: ignore[method-assign]
+    made.block.logits = made.foresees  # type: ignore[method-assign]
     engine = tiny_engine(variant, made, names=(), model=MODELS[variant], graphs=graphs)
     assert run(engine, [tree_request("a", PROMPT, 4, 15, max_tokens=24)])["a"] == want
     m = engine.metrics
@@ -119,7 +120,8 @@ def test_joining_and_leaving(folder: Path, graphs: bool) -> None:
     """Trees next to chains, copies and plain decoding, in too few pages for all."""
     made = audited(folder, "dspark", "dense")
     room = {"max_batch": 4, "kv_tokens": 160, "graphs": graphs}
-    engine, kinds = tiny_engine("dense", made, model=MODELS["dense"], **room), list(PARAMS.values())
+    engine = tiny_engine("dense", made, model=MODELS["dense"], **room)
+    kinds = list(PARAMS.values())
     jobs = [
         (
             i % 5,
@@ -148,7 +150,8 @@ def test_a_confidence_head_shapes_the_tree(folder: Path) -> None:
 
     class Shaped(BlockDrafter):
         def propose(self, batch: DraftBatch, k: int) -> Draft:
-            batch.plans, batch.trust = [DraftPlan(self.name, 4, nodes=6)], None
+            batch.plans = [DraftPlan(self.name, 4, nodes=6)]
+            batch.trust = None
             made = super().propose(batch, k)
             assert made.trees is not None
             shapes.setdefault(sure, list(made.trees[0].parents))
@@ -174,7 +177,8 @@ def test_all_nodes_of_a_depth_share_a_slot(folder: Path) -> None:
             return super()._slots(batch, wide)
 
         def propose(self, batch: DraftBatch, k: int) -> Draft:
-            batch.plans, batch.trust = [DraftPlan(self.name, 3, nodes=16)], [1.0] * 16
+            batch.plans = [DraftPlan(self.name, 3, nodes=16)]
+            batch.trust = [1.0] * 16
             made = super().propose(batch, k)
             assert made.trees is not None
             children: dict[int, dict[int, set[int]]] = {}

@@ -36,7 +36,8 @@ class ShapesOnly(ReferenceOps):
 @torch.inference_mode()
 def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     """On the meta device there are none: whatever would wait for a GPU raises."""
-    ops, config = ShapesOnly(), ModelConfig.from_hf(VARIANTS[variant])
+    ops = ShapesOnly()
+    config = ModelConfig.from_hf(VARIANTS[variant])
     drafter = DrafterConfig.from_hf(assistant(VARIANTS[variant], True))
 
     def blank(c: Any) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
     assumed = Synthetic([0.5] * 2, 2, torch.device("meta"))
     history = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
-    state, inputs = State.of(torch.zeros(5, 32, device="meta"), history), Inputs.of(torch.device("meta"), 4, 2)
+    state = State.of(torch.zeros(5, 32, device="meta"), history)
+    inputs = Inputs.of(torch.device("meta"), 4, 2)
     all_of_it = SamplingFeatures(True, 4, 2, 4, 2, 3, True)
     history.grow(all_of_it)
     bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
@@ -61,6 +63,7 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
         for k, source in ((0, None), (2, "drafter"), (2, "host"), (2, "both"), (2, "drafted")):
             for asks, override in ((NO_FEATURES, None), (all_of_it, None), (NO_FEATURES, assumed))[: 3 if k else 2]:
                 key = Key(2, k, 512, choosing, source, "cycle", asks)  # type: ignore[arg-type]
-                out, masks = Output.of(key, torch.device("meta")), bits if asks != NO_FEATURES else None
+                out = Output.of(key, torch.device("meta"))
+                masks = bits if asks != NO_FEATURES else None
                 logits = DecodeStep(model, store, guesser, state, inputs, key, out, masks, override)()
                 assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)

@@ -20,7 +20,8 @@ def chi_square(seen: torch.Tensor, law: torch.Tensor) -> float:
     small = expect < 5
     o = torch.cat((seen[~small].double(), seen[small].sum()[None].double()))
     e = torch.cat((expect[~small], expect[small].sum()[None]))
-    o, e = o[e > 0], e[e > 0]
+    o = o[e > 0]
+    e = e[e > 0]
     assert seen[law == 0].sum() == 0, "an impossible outcome was seen"
     return float(torch.special.gammaincc(torch.tensor((len(o) - 1) / 2.0), ((o - e) ** 2 / e).sum() / 2))
 
@@ -28,9 +29,12 @@ def chi_square(seen: torch.Tensor, law: torch.Tensor) -> float:
 @pytest.mark.parametrize("case", ["plain", "filters", "penalties"])
 def test_the_choice_draws_from_the_exact_law(case):
     """100k draws of one token: top-p, top-k, min-p, penalties, bias and temperature against the law computed apart."""
-    vocab, n = 24, 100_000
+    vocab = 24
+    n = 100_000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3), dtype=torch.float32) * 1.5
-    prompt, output, drafted = [1, 2, 2, 5], [2, 7, 7], [7, 9]
+    prompt = [1, 2, 2, 5]
+    output = [2, 7, 7]
+    drafted = [7, 9]
     params = {
         "plain": SamplingParams(temperature=1.3, seed=99),
         "filters": SamplingParams(temperature=0.9, top_k=14, top_p=0.85, min_p=0.02, seed=1 << 40),

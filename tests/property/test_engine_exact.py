@@ -100,7 +100,8 @@ def test_adversarial_drafters_change_nothing(rule: str) -> None:
 def test_broken_drafters_are_switched_off(rule: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = tiny_engine("llama", Puppet(rule), names=(), model=MODELS["llama"])
     engine.submit(request("a", PROMPT, k=4))
-    tokens, stats = [], None
+    tokens = []
+    stats = None
     while engine.busy:
         for event in engine.step():
             tokens += event.tokens
@@ -203,10 +204,12 @@ def test_prefix_hits_equal_recomputation() -> None:
     engine = tiny_engine("dense", model=model)
     first = run(engine, [request("a", prompt, temperature=0.8, seed=3)])["a"]
     engine.submit(request("b", prompt, temperature=0.8, seed=3))
-    tokens, stats = [], None
+    tokens = []
+    stats = None
     while engine.busy:
         for event in engine.step():
-            tokens, stats = tokens + event.tokens, event.stats or stats
+            tokens = tokens + event.tokens
+            stats = event.stats or stats
     assert stats is not None and stats.cached_tokens == 64
     assert tokens == first
 

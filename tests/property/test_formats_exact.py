@@ -113,7 +113,8 @@ def test_drafts_leave_the_plain_tokens(kind: str) -> None:
 
 def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
     """Plain and drafted tokens are the same within the mode, across pages, chunks of attention and many sequences."""
-    model, long = compiled(CpuOps(threads=2), "Q8_0"), [5, 6, 7, 8, 9] * 60
+    model = compiled(CpuOps(threads=2), "Q8_0")
+    long = [5, 6, 7, 8, 9] * 60
     plain = tiny_engine(model=model, page_size=16, kv=torch.int8)
     assert plain.store.keys[0] is not None and plain.store.keys[0].shape[-1] == 64 + 4
     asked = lambda k, drafter: [request(str(i), long[: 300 - 17 * i], k, drafter, max_tokens=9) for i in range(4)]
@@ -126,7 +127,8 @@ def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
 
 def test_drafts_leave_the_plain_tokens_with_keys_and_values_in_fp8() -> None:
     """As a GPU keeps them, by the definition: what a draft wrote and what a prompt wrote is the same."""
-    long, fp8 = [5, 6, 7, 8, 9] * 20, torch.float8_e4m3fn
+    long = [5, 6, 7, 8, 9] * 20
+    fp8 = torch.float8_e4m3fn
     asked = lambda k, drafter: [request(str(i), long[: 90 - 17 * i], k, drafter, max_tokens=9) for i in range(3)]
     plain = tiny_engine(page_size=16, kv=fp8)
     assert plain.store.keys[0] is not None and plain.store.keys[0].dtype == fp8

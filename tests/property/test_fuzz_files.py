@@ -21,7 +21,8 @@ from outrider.types import OutriderError
 from outrider.weights.files import fingerprint, from_gguf
 from outrider.weights.load import load_target
 
-ROUNDS, SEED = 500, 20
+ROUNDS = 500
+SEED = 20
 
 
 def damaged(data: bytes, rng: random.Random, header: int) -> bytes:
@@ -36,7 +37,8 @@ def damaged(data: bytes, rng: random.Random, header: int) -> bytes:
 
 
 def storm(path: Path, header: int, attempt: Callable[[], Any]) -> tuple[int, int]:
-    sound, rng = path.read_bytes(), random.Random(SEED)
+    sound = path.read_bytes()
+    rng = random.Random(SEED)
     attempt()  # the sound file loads
     ok = bad = 0
     limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + 400_000  # kilobytes

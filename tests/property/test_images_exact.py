@@ -94,7 +94,8 @@ def test_preempted_and_cut(folders: tuple[str, str]) -> None:
 def test_the_same_ids_with_another_image_are_another_prefix(folders: tuple[str, str]) -> None:
     llm = load(folders, "cpu")
     params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
-    first, second = tiny_vision.picture(64, 64, 7), tiny_vision.picture(64, 64, 8)
+    first = tiny_vision.picture(64, 64, 7)
+    second = tiny_vision.picture(64, 64, 8)
     one, again, other = (
         llm.generate({"text": "a <|image|> b", "images": [i]}, params)[0] for i in (first, first, second)
     )

@@ -33,7 +33,8 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
 
 @cache
 def pool(variant: str) -> AdapterPool:
-    model, folder = MODELS[variant], Path(mkdtemp())
+    model = MODELS[variant]
+    folder = Path(mkdtemp())
     made = AdapterPool(
         model, lambda name, path: load_adapter(name, path, model.config, model.ops, model.dtype, model.device)
     )
@@ -71,7 +72,8 @@ def test_speculative_is_plain(variant: str, temperature: float) -> None:
     want = plain(variant, tuple(PROMPT), "a", temperature, 5)
     assert want != plain(variant, tuple(PROMPT), None, temperature, 5), "the adapter changes nothing"
     for k, tree in ((1, None), (4, None), (8, None), (4, 8)):
-        engine, told = engine_of(variant, drafts=True), dict[str, list[Any]]()
+        engine = engine_of(variant, drafts=True)
+        told = dict[str, list[Any]]()
         one = request("a", PROMPT, "a", k, tree, temperature=temperature, seed=5)
         assert (run_joining(engine, [(0, one)], logprobs=told)["a"], told["a"]) == want, (k, tree)
         if variant in GEMMA4:
@@ -91,7 +93,8 @@ one = st.tuples(
 @given(st.sampled_from(sorted(MODELS)), st.lists(one, min_size=2, max_size=8), st.booleans())
 def test_mixed_batches(variant: str, jobs: list[Any], tight: bool) -> None:
     """Sequences of four adapters and of none share steps, and are preempted when pages are scarce."""
-    engine, told = engine_of(variant, True, **({"kv_tokens": 72} if tight else {})), dict[str, list[Any]]()
+    engine = engine_of(variant, True, **({"kv_tokens": 72} if tight else {}))
+    told = dict[str, list[Any]]()
     requests = [
         (at, request(str(i), list(prompt), adapter, k, tree, temperature=temperature, seed=i))
         for i, (prompt, adapter, (k, tree), temperature, at) in enumerate(jobs)
@@ -102,7 +105,8 @@ def test_mixed_batches(variant: str, jobs: list[Any], tight: bool) -> None:
 
 
 def test_prefixes_are_shared_within_an_adapter_only() -> None:
-    engine, prompt = engine_of("llama"), [*PROMPT, *PROMPT]
+    engine = engine_of("llama")
+    prompt = [*PROMPT, *PROMPT]
     stats: dict[str, int] = {}
     for id, adapter in (("1", "a"), ("2", None), ("3", "b"), ("4", "a"), ("5", None)):
         engine.submit(request(id, prompt, adapter))
@@ -121,7 +125,8 @@ def test_preempted_sequences_keep_their_adapter() -> None:
 
 
 def test_an_adapter_that_leaves_is_read_again_and_the_least_recently_used_leaves_first() -> None:
-    engine, full = engine_of("llama"), pool("llama")
+    engine = engine_of("llama")
+    full = pool("llama")
     small = engine.runner.adapters = AdapterPool(full.model, full.load, max_adapters=2)
     for name in ("a", "b"):
         small.add(name, full.paths[name])
@@ -139,7 +144,8 @@ def test_an_adapter_that_leaves_is_read_again_and_the_least_recently_used_leaves
 
 
 def test_a_replaced_adapter_does_not_change_a_request_on_its_way() -> None:
-    engine, full = engine_of("llama"), pool("llama")
+    engine = engine_of("llama")
+    full = pool("llama")
     mine = engine.runner.adapters = AdapterPool(full.model, full.load)
     mine.add("x", full.paths["a"])
     engine.submit(request("1", PROMPT, "x"))

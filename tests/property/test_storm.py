@@ -40,7 +40,8 @@ def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
             else:
                 params = {**rng.choice(PARAMS), "seed": acts, "max_tokens": rng.randrange(4, 40)}
                 made = request(str(acts), rng.choice(prompts), k=rng.choice([None, 0, 1, 4]), **params)
-                asked[made.id], got[made.id] = made, []
+                asked[made.id] = made
+                got[made.id] = []
                 engine.submit(made)
         for event in engine.step():
             assert event.id not in ended, "an event after the last one"

@@ -38,23 +38,30 @@ class Wood(Drafter):
     """Random trees; where `truth` is known, the right tokens stand somewhere in them, on branches that are never the
     first."""
 
-    name, taps = "wood", ()
+    name = "wood"
+    taps = ()
 
     def __init__(self, seed: int, truth: dict[str, list[int]] | None = None):
-        self.rng, self.truth = random.Random(seed), truth or {}
+        self.rng = random.Random(seed)
+        self.truth = truth or {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         nodes = max(p.max_drafted for p in batch.plans) if batch.branches else k
-        rows, above = [], []
+        rows = []
+        above = []
         for id, known in zip(batch.ids, batch.tokens):
             truth = self.truth.get(id, [])[len(known) :]
-            tokens, parents = [], []
-            tip, right = 0, 0  # where the true path has got to
+            tokens = []
+            parents = []
+            # where the true path has got to
+            tip = 0
+            right = 0
             for j in range(nodes):
                 if right < min(len(truth), k) and (self.rng.random() < 0.5 or nodes - j <= k - right):
                     tokens.append(truth[right])
                     parents.append(tip)
-                    tip, right = j + 1, right + 1
+                    tip = j + 1
+                    right = right + 1
                 else:
                     tokens.append(self.rng.randrange(VOCAB))
                     parents.append(self.rng.randrange(j + 1))
@@ -106,7 +113,8 @@ def test_a_drafter_s_own_trees_change_nothing(variant: str, clustered: bool) -> 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_joining_and_leaving(graphs: bool) -> None:
     """Trees beside lines, copies and plain decoding; sequences come and go, and are pre-empted."""
-    rng, kinds = random.Random(8), list(PARAMS.values())
+    rng = random.Random(8)
+    kinds = list(PARAMS.values())
     engine = tiny_engine(
         "dense",
         mtp_drafter(MODELS["dense"], "dense", True),
@@ -129,7 +137,9 @@ def test_joining_and_leaving(graphs: bool) -> None:
     assert engine.metrics.trees > 0
     for _, r in jobs:
         alone = tiny_engine("dense", model=MODELS["dense"])
-        r.draft_tokens, r.drafter, r.tree = 0, False, 0
+        r.draft_tokens = 0
+        r.drafter = False
+        r.tree = 0
         assert got[r.id] == run(alone, [r])[r.id], r
 
 
@@ -155,7 +165,8 @@ def test_captured_trees_change_nothing(variant: str, clustered: bool) -> None:
             variant, mtp_drafter(MODELS[variant], variant, clustered), model=MODELS[variant], graphs=True
         )
         assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)])["a"] == want, (variant, name)
-        m, lines = engine.metrics, name in ("T1.3+all", "grammar", "logprobs")
+        m = engine.metrics
+        lines = name in ("T1.3+all", "grammar", "logprobs")
         assert m.drafter_failures == 0 and m.drafted > 0 and (m.trees == 0) == lines
         assert lines or m.drafted > 6 * m.trees, "more tokens than a line of three"
 
@@ -165,12 +176,17 @@ class Planter(MTPDrafter):
 
     def __init__(self, of: MTPDrafter, truth: list[int]):
         super().__init__(of.model, of.target)
-        self.truth, self.rng = truth, random.Random(3)
+        self.truth = truth
+        self.rng = random.Random(3)
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
-        rows, above = [], []
+        rows = []
+        above = []
         for at in batch.position.tolist():
-            tokens, parents, tips = [], [], [0]  # where the true path has got to
+            # where the true path has got to
+            tokens = []
+            parents = []
+            tips = [0]
             for j in range(nodes):
                 deep = [0]
                 for parent in parents:

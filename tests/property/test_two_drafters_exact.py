@@ -51,14 +51,17 @@ WIDE = {
 class Dice(Controller):
     """Any drafter, any K, any tree, by lot: for each sequence, or (`together`) one drafter in a cycle."""
 
-    together, branching = False, True
+    together = False
+    branching = True
 
     def __init__(self, names: tuple[str, ...], seed: int):
         super().__init__(CostTable(), names)
         self.lot = random.Random(seed)
 
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        self.planned, made, common = True, [], self.lot.choice(self.drafters)
+        self.planned = True
+        made = []
+        common = self.lot.choice(self.drafters)
         for view in seqs:
             name = common if self.together else self.lot.choice(self.drafters)
             k = min(self.lot.randint(0, 5), view.drafter_available.get(name, 0))
@@ -187,7 +190,8 @@ def test_one_call_of_the_library(folder: Path, taps: tuple[int, ...], params: di
         *(request(f"{i}", PROMPT[i:], **{**params, "max_tokens": 16}) for i in range(3)),
         request("e", PROMPT[3:], **{**params, "presence_penalty": 0.5, "max_tokens": 8}),  # no part of the call
     ]
-    got, want = run(one, jobs), run(many, jobs)
+    got = run(one, jobs)
+    want = run(many, jobs)
     assert got == want
     assert one.metrics.drafted_by_drafter == many.metrics.drafted_by_drafter
     assert one.metrics.accepted_by_drafter == many.metrics.accepted_by_drafter
@@ -242,7 +246,8 @@ def test_one_that_fails_is_switched_off(folder: Path) -> None:
 
 def test_two_of_a_kind_are_refused(folder: Path) -> None:
     model = MODELS["dense"]
-    block, mtp = drafter(folder / "z-lab", "z-lab", model), mtp_drafter(model, "dense")
+    block = drafter(folder / "z-lab", "z-lab", model)
+    mtp = mtp_drafter(model, "dense")
     for first, second in ((block, block), (mtp, mtp)):
         with pytest.raises(OutriderError, match=f"an MTP and a block drafter.*got {first.name} and {second.name}"):
             DrafterPair(first, second)
@@ -251,7 +256,8 @@ def test_two_of_a_kind_are_refused(folder: Path) -> None:
 @torch.inference_mode()
 def test_no_value_is_looked_at() -> None:
     """A captured step with two drafters never waits for the device."""
-    ops, target = ShapesOnly(), ModelConfig.from_hf(VARIANTS["llama"])
+    ops = ShapesOnly()
+    target = ModelConfig.from_hf(VARIANTS["llama"])
     blank = lambda plans: {  # noqa: E731
         n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in plans.items()
     }

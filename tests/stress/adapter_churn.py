@@ -53,7 +53,10 @@ def churn(calls: int, clients: int, folder: Path) -> dict[str, Any]:
         adapters={"a": str(folder / "a")}, engine=EngineConfig(max_batch=6, max_context=256),
     )  # fmt: skip
     assert llm.adapters is not None
-    before, done, bad, answered = llm.adapters.nbytes, threading.Event(), list[str](), [0]
+    before = llm.adapters.nbytes
+    done = threading.Event()
+    bad = list[str]()
+    answered = [0]
     settings = ServerSettings("tiny", port=0, runtime_adapters=True)
     with running(HttpServer(ServedModel.of(llm), settings)) as url, httpx.Client(base_url=url, timeout=120) as http:
 

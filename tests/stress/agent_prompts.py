@@ -65,7 +65,8 @@ class Exchange:
         if not data.startswith("{"):
             return
         part = json.loads(data)
-        delta, choices = part.get("delta"), part.get("choices") or [{}]
+        delta = part.get("delta")
+        choices = part.get("choices") or [{}]
         found = (delta.get("text") or delta.get("thinking")) if isinstance(delta, dict) else delta
         self.text += found or (choices[0].get("delta") or {}).get("content") or ""
         for holder in (part, part.get("message") or {}, part.get("response") or {}):
@@ -97,11 +98,13 @@ def proxy(port: int, seen: list[Exchange], patience: float) -> Iterator[str]:
                 for line in answer.iter_lines():
                     self.wfile.write(f"{line}\n".encode())
                     now = time.monotonic()
-                    exchange.silence_s, last = max(exchange.silence_s, now - last), now
+                    exchange.silence_s = max(exchange.silence_s, now - last)
+                    last = now
                     if exchange.first_token_s is None and any(word in line for word in WORDS):
                         exchange.first_token_s = round(now - began, 2)
                     exchange.take(line)
-                exchange.seconds, exchange.status = round(time.monotonic() - began, 2), answer.status_code
+                exchange.seconds = round(time.monotonic() - began, 2)
+                exchange.status = answer.status_code
 
         do_GET = do_HEAD = do_POST = pass_on
 
@@ -123,7 +126,9 @@ def ask(args: argparse.Namespace, url: str, folder: Path) -> int:
         return 0
     card = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
     variables, arguments = settings(args.client, Endpoint(url, card["id"], card["max_model_len"], "none"))
-    home, work, programs = folder / "home", folder / "work", args.npm.resolve() / "node_modules" / ".bin"
+    home = folder / "home"
+    work = folder / "work"
+    programs = args.npm.resolve() / "node_modules" / ".bin"
     home.mkdir(exist_ok=True)
     work.mkdir(exist_ok=True)
     given = {k: v for k, v in os.environ.items() if k not in variables}
@@ -138,10 +143,12 @@ def ask(args: argparse.Namespace, url: str, folder: Path) -> int:
 def turn(args: argparse.Namespace, model: str, folder: Path) -> tuple[Body, list[Exchange], int]:
     """A server's first turn: what is to be told of it, the exchanges with the first long prompt in front, pages of K/V
     that were read from disk."""
-    began, seen = time.monotonic(), list[Exchange]()
+    began = time.monotonic()
+    seen = list[Exchange]()
     options = ["--timeout", str(60 * args.minutes), "--log-level", "warning", *args.serve.split()]
     target = Target(model, ["--prefix-store", str(folder / "store"), *options])
-    started, used = time.monotonic() - began, spent(target.process.pid)
+    started = time.monotonic() - began
+    used = spent(target.process.pid)
     try:
         with proxy(target.port, seen, 60 * args.minutes) as url:
             code = ask(args, url, folder)

@@ -31,7 +31,9 @@ import httpx
 sys.path[:0] = [str(Path(__file__).parent)]
 from server_process import Busy, Json, Target, during, percentile  # noqa: E402
 
-HEALTH_LIMIT, P99_FACTOR, MEMORY_FACTOR = 0.100, 3.0, 1.10
+HEALTH_LIMIT = 0.100
+P99_FACTOR = 3.0
+MEMORY_FACTOR = 1.10
 
 
 # ---- the client that behaves
@@ -98,7 +100,9 @@ class Good:
 
     async def run(self, seconds: float, least: int = 24) -> list[float]:
         """24: each question with each draft length once."""
-        times, until, i = [], time.monotonic() + seconds, 0
+        times = []
+        until = time.monotonic() + seconds
+        i = 0
         self.parts = []
         while time.monotonic() < until or i < least:
             times.append(await self.ask(i))
@@ -128,7 +132,10 @@ class Attack:
     CLIENTS = {"bombs": 2, "images": 3}  # noqa: RUF012  # one of each other kind
 
     def __init__(self, port: int, stop: asyncio.Event, many: int, kinds: list[str]) -> None:
-        self.port, self.stop, self.many, self.kinds = port, stop, many, kinds
+        self.port = port
+        self.stop = stop
+        self.many = many
+        self.kinds = kinds
         self.counts: Counter[str] = Counter()
         self._address = 1
         self._images: tuple[list[str], ...] = ()
@@ -194,7 +201,8 @@ class Attack:
 
     async def wrong_lists(self) -> None:
         """Each item is wrong, or one of very many."""
-        ones, keys = b"1," * 2_000_000 + b"1", b",".join(b'"%x":"a"' % i for i in range(350_000))
+        ones = b"1," * 2_000_000 + b"1"
+        keys = b",".join(b'"%x":"a"' % i for i in range(350_000))
         message = b'{"messages":[{"role":"user","content":'
         bodies = [
             ("/v1/completions", b'{"prompt":"x","stop":[' + ones + b"]}"),
@@ -214,7 +222,8 @@ class Attack:
 
     async def odd_heads(self) -> None:
         """Two lengths with 4 MB behind them, one half closed, another address with each request."""
-        address, numbers = self.address(), iter(range(10**9))
+        address = self.address()
+        numbers = iter(range(10**9))
         text = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":4}'
         kind = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         two = kind + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n3d0900\r\n" + b"x" * 0x3D0900
@@ -370,12 +379,16 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     say("alone")
     busy = Busy(target)
     alone = await good.run(min(60.0, minutes * 60 / 4))
-    others_alone, busy = busy.others(), Busy(target)
+    others_alone = busy.others()
+    busy = Busy(target)
     alone_parts = good.parts
-    before, before_of, pool = target.memory(), target.memory_of(), target.pool()
+    before = target.memory()
+    before_of = target.memory_of()
+    pool = target.pool()
     say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
     began = time.monotonic()
-    stop, probes = asyncio.Event(), list[tuple[float, float]]()
+    stop = asyncio.Event()
+    probes = list[tuple[float, float]]()
     probing = asyncio.create_task(probe_health(target.port, stop, probes))
     options = {"--attack": target.port, "--minutes": minutes, "--connections": many, "--only": kinds}
     command = [sys.executable, __file__, *(str(word) for option in options.items() for word in option)]
@@ -384,16 +397,20 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     attacked = await good.run(minutes * 60, least=1)
     attacked_parts = good.parts
     others = busy.others()
-    peak, lines = target.memory(), target.lines
+    peak = target.memory()
+    lines = target.lines
     say(f"the attack ends after {len(attacked)} requests, p99 {percentile(attacked, 0.99):.2f} s")
     counts = json.loads((await attackers.communicate())[0] or b"{}")
     stop.set()
     await probing
-    health, stalls = [took for took, _ in probes], target.stalls(began)
-    filled, ended = target.pool() - pool, time.monotonic()
+    health = [took for took, _ in probes]
+    stalls = target.stalls(began)
+    filled = target.pool() - pool
+    ended = time.monotonic()
     while True:
         await asyncio.sleep(1)
-        after, waited = target.memory(), time.monotonic() - ended
+        after = target.memory()
+        waited = time.monotonic() - ended
         if after <= before * MEMORY_FACTOR or waited > 60 * keep + 30:
             break
     left = target.pool() - pool
@@ -430,7 +447,8 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
 
 def verdict(result: Json) -> str:
     """A line for each bound."""
-    r, passed = result, result["passed"]
+    r = result
+    passed = result["passed"]
     lines = {
         "p99": f"{r['p99_attacked_s']} s beside the attack, {r['p99_alone_s']} s alone: {r['p99_factor']} times (at most {P99_FACTOR:g}); "
         f"others kept {r['others_alone_cores']} and {r['others_attacked_cores']} cores busy meanwhile; "

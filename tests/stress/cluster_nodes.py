@@ -177,7 +177,8 @@ def deploy(model: str, port: int, **more: object) -> float:
 def divided(model: str, port: int, requests: int) -> None:
     import ray
 
-    url, texts = f"http://127.0.0.1:{port}", alone(model, 2)
+    url = f"http://127.0.0.1:{port}"
+    texts = alone(model, 2)
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False,
         logging_level=logging.ERROR,
@@ -233,7 +234,8 @@ def nodes(model: str, port: int, requests: int) -> None:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    url, texts = f"http://127.0.0.1:{port}", alone(model, 1)
+    url = f"http://127.0.0.1:{port}"
+    texts = alone(model, 1)
     small = {"object_store_memory": 100 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
     try:

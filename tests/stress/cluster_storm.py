@@ -92,7 +92,8 @@ def alone(model: str, known: list[Case]) -> list[str]:
 
     name = public_name(model)
     with tempfile.TemporaryDirectory() as folder:
-        asked, told = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        asked = Path(folder) / "in.jsonl"
+        told = Path(folder) / "out.jsonl"
         lines = [
             {"custom_id": str(i), "url": "/v1/chat/completions", "body": {"model": name, **case.body()}}
             for i, case in enumerate(known)
@@ -116,7 +117,10 @@ class Load:
 
     def __init__(self, url: str, model: str, known: list[Case], texts: list[str]) -> None:
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
-        self.url, self.model, self.known, self.texts = url, model, known, texts
+        self.url = url
+        self.model = model
+        self.known = known
+        self.texts = texts
         self.count: Counter[str] = Counter()
         self.odd: list[str] = []
         self.done = 0
@@ -306,7 +310,8 @@ async def update_phase(load: Load, change, concurrency: int, rng: random.Random)
 
     took, _ = await asyncio.gather(roll(), load.run(plan(), concurrency))
     new = set(await asyncio.to_thread(pids))
-    total, right = sum(load.count.values()), load.count["right"]
+    total = sum(load.count.values())
+    right = load.count["right"]
     verdict(
         total == right,
         f"rolling update under load: {total - right} of {total} requests failed ({load.summary()}; {took:.0f} s)",

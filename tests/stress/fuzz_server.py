@@ -117,7 +117,8 @@ class Case:
                 )
 
     def request(self) -> bytes:
-        rng, body = self.rng, json.dumps(self.body()).encode()
+        rng = self.rng
+        body = json.dumps(self.body()).encode()
         head = [
             f"{'POST' if self.whole else rng.choice(['POST', 'GET', 'PUT', 'OPTIONS', 'HEAD', 'X'])} {self.target()} HTTP/1.1"
         ]
@@ -180,7 +181,8 @@ class Case:
         if kind == "array":
             most = 2 if depth < 4 else 0
             return [self.make(schema.get("items", {}), defs, depth + 1) for _ in range(rng.randint(min(1, most), most))]
-        low, high = schema.get("minimum", 0), schema.get("maximum", 3)
+        low = schema.get("minimum", 0)
+        high = schema.get("maximum", 3)
         values = {
             "string": rng.choice(WORDS),
             "boolean": rng.random() < 0.5,
@@ -191,7 +193,8 @@ class Case:
 
     def mutate(self, body: Any) -> None:
         """One place of it becomes something else."""
-        rng, node = self.rng, body
+        rng = self.rng
+        node = body
         while isinstance(node, dict | list) and node:
             key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
             child = node[key]
@@ -229,7 +232,9 @@ class Case:
 
 class Fuzzer:
     def __init__(self, target: Target, seed: int, state: dict[str, Any]) -> None:
-        self.target, self.port, self.seed = target, target.port, seed
+        self.target = target
+        self.port = target.port
+        self.seed = seed
         self.counts: Counter[str] = Counter(state.get("answers", {}))
         self.problems: list[str] = state.get("first_problems", [])
 
@@ -248,7 +253,8 @@ class Fuzzer:
             writer.close()
 
     async def send(self, case: Case, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
-        rng, data = case.rng, case.data
+        rng = case.rng
+        data = case.data
         if case.way == "pieces":
             while data and len(case.data) - len(data) < 400:
                 size = rng.randint(1, 60)
@@ -300,7 +306,8 @@ class Fuzzer:
 
     async def run(self, seconds: float, at_once: int, first: int) -> int:
         """The number of the case to go on with."""
-        until, numbers = time.monotonic() + seconds, iter(range(first, 10**12))
+        until = time.monotonic() + seconds
+        numbers = iter(range(first, 10**12))
 
         async def worker() -> None:
             while time.monotonic() < until and self.target.process.poll() is None:
@@ -361,7 +368,8 @@ def part(args: argparse.Namespace, state: dict[str, Any], minutes: float) -> dic
     stop = threading.Event()
     watcher = threading.Thread(target=watch_health, args=(target.port, stop, times), daemon=True)
     try:
-        before, began = target.memory(), time.monotonic()
+        before = target.memory()
+        began = time.monotonic()
         watcher.start()
         fuzzer = Fuzzer(target, args.seed, state)
         following = asyncio.run(fuzzer.run(60 * minutes, args.at_once, state["next_case"]))

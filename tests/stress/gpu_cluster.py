@@ -67,7 +67,8 @@ K = 4
 @contextmanager
 def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
     """Where the configurations of a target and its drafter lie; weights are made up."""
-    target, drafter = dict(BUILTIN_CONFIGS[SIZES[size]]), dict(BUILTIN_CONFIGS[SIZES[size] + "-assistant"])
+    target = dict(BUILTIN_CONFIGS[SIZES[size]])
+    drafter = dict(BUILTIN_CONFIGS[SIZES[size] + "-assistant"])
     target = shallow(target, layers) if layers else target
     with tempfile.TemporaryDirectory() as root:
         for name, raw in (("target", target), ("drafter", drafter)):
@@ -124,7 +125,8 @@ class Copies(ProcessGroup):
 def share_weights() -> None:
     """Every engine of this process is built over the same tensors: 31B fits once."""
     for name in ("load_target", "load_drafter"):
-        load, made = getattr(assemble, name), {}
+        load = getattr(assemble, name)
+        made = {}
 
         def once(what, *rest, load=load, made=made, **how):  # type: ignore[no-untyped-def]
             key = str(getattr(what, "path", what))
@@ -200,7 +202,8 @@ def one(size: str, device: str, dry: bool) -> None:
             engines[name] = LLM(assemble.assemble(target, load, say if name == "solo" else quiet, whose), target, whose)
         want: list[list[int]] | None = None
         for name, llm in engines.items():
-            plain, drafted = texts(llm, context, tokens, False, 0), texts(llm, context, tokens, True, K)
+            plain = texts(llm, context, tokens, False, 0)
+            drafted = texts(llm, context, tokens, True, K)
             want = want or plain
             executor = graphs_of(llm.engine)
             assert executor is not None
@@ -297,7 +300,8 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
     """One of the two, by the public way: LLM.load with the environment that torchrun sets."""
     if how == "gloo" and not dry:
         by_host()
-    context, tokens = 40, 12
+    context = 40
+    tokens = 12
     options = {
         "draft_tokens": K,
         "tree": 0,
@@ -307,11 +311,9 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
     }
     llm = LLM.load(f"{where}/target", drafter=f"{where}/drafter", tensor_parallel=2, say=say, **options)  # type: ignore[arg-type]  # rank 1 stays in here
     whole = LLM.load(f"{where}/target", drafter=f"{where}/drafter", say=lambda line: None, **options)  # type: ignore[arg-type]
-    mine, want, exact = (
-        logits_of(llm, context),
-        logits_of(whole, context),
-        exact_logits(f"{where}/target", device, context),
-    )
+    mine = logits_of(llm, context)
+    want = logits_of(whole, context)
+    exact = exact_logits(f"{where}/target", device, context)
     off = {
         name: (a - b).abs()
         for name, a, b in (("two - one", mine, want), ("one - exact", want, exact), ("two - exact", mine, exact))
@@ -331,7 +333,8 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
     began = time.perf_counter()
     plain = texts(llm, context, tokens, False, 0)
     between = time.perf_counter()
-    drafted, copied = texts(llm, context, tokens, True, K), texts(llm, context, tokens, "ngram", K)
+    drafted = texts(llm, context, tokens, True, K)
+    copied = texts(llm, context, tokens, "ngram", K)
     cycles = llm.engine.metrics
     verdict(
         f"two ranks ({how}): plain = drafted = copied",

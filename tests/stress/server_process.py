@@ -26,7 +26,8 @@ Json = dict[str, Any]
 
 def family(pid: int) -> list[int]:
     """A process and all that it has started."""
-    found, todo = [], [pid]
+    found = []
+    todo = [pid]
     while todo:
         found.append(todo.pop())
         for children in Path(f"/proc/{found[-1]}/task").glob("*/children"):
@@ -83,7 +84,8 @@ class Target:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
         )
-        self.lines, self.last = 0, deque[str](maxlen=40)
+        self.lines = 0
+        self.last = deque[str](maxlen=40)
         self.port = self._port()
         threading.Thread(target=self._count, daemon=True).start()
         httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=120)  # it listens before it is ready
@@ -130,7 +132,8 @@ class Target:
     def pool(self) -> int:
         """Resident bytes of its large anonymous mappings: weights, and K/V, which is taken as the prefix cache
         fills."""
-        total, large = 0, False
+        total = 0
+        large = False
         for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
             head = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(\S*)", line)
             if head:
@@ -147,7 +150,8 @@ class Target:
     def shares(self, times: list[tuple[float, float]], names: dict[str, str]) -> dict[str, float]:
         """Of the time between some beginnings and ends: the shares of prompts and masks in the engine's steps, and of
         the rest of them by the rows of each client; `waiting`: outside of steps."""
-        total, found = sum(end - began for began, end in times), Counter[str]()
+        total = sum(end - began for began, end in times)
+        found = Counter[str]()
         for line in Path(f"{self.events}.steps").read_text().splitlines()[:-1]:  # the last may be half written
             at, seconds, prompts, masks, _, rows = json.loads(line)
             if any(began <= at <= end + 0.01 for began, end in times):

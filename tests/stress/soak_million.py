@@ -45,7 +45,9 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
     words = " ".join(
         rng.choice(["sea", "key", "bread", "moon", "train", "fox", "map"]) for _ in range(rng.choice([1, 4, 30]))
     )
-    few, seed, heat = rng.randint(1, 12), rng.randrange(1000), rng.choice([0.0, 0.7, 1.0])
+    few = rng.randint(1, 12)
+    seed = rng.randrange(1000)
+    heat = rng.choice([0.0, 0.7, 1.0])
     said = [{"role": "user", "content": f"Write about {words}."}]
     sampled: dict[str, Any] = {"seed": seed, "temperature": heat, "top_p": rng.choice([1.0, 0.9])}
     stream = rng.random() < 0.4
@@ -91,7 +93,8 @@ class Connection:
     """One connection that is kept; as little work as possible for a request."""
 
     def __init__(self, port: int) -> None:
-        self._port, self._writer = port, None  # type: tuple[int, asyncio.StreamWriter | None]
+        self._port = port  # type: tuple[int, asyncio.StreamWriter | None]
+        self._writer = None  # type: tuple[int, asyncio.StreamWriter | None]
         self._reader: asyncio.StreamReader
 
     async def ask(self, path: str, body: dict[str, Any], leave: bool = False) -> tuple[int, bytes]:
@@ -136,7 +139,8 @@ def answer(status: int, body: bytes) -> Any:
     """What must be the same each time. Of a stream its text and its end: where a chunk ends depends on the drafts."""
     if not body.startswith((b"data:", b"event:", b":")) and b"\n{" not in body:
         return [status, steady(json.loads(body))]
-    text, ends = "", []
+    text = ""
+    ends = []
     for line in body.decode().splitlines():
         line = line.removeprefix("data: ")
         if not line.startswith("{"):
@@ -156,7 +160,10 @@ def answer(status: int, body: bytes) -> Any:
 
 class Soak:
     def __init__(self, target: Target, state: dict[str, Any], path: Path | None, goal: int) -> None:
-        self.target, self.state, self.path, self.goal = target, state, path, goal
+        self.target = target
+        self.state = state
+        self.path = path
+        self.goal = goal
         self.counts = Counter(state["counts"])
         self.alone: dict[int, str] = {}  # answers of this server on this machine, to requests asked one by one
 
@@ -167,7 +174,8 @@ class Soak:
             self.path.with_suffix(".new").replace(self.path)
 
     async def one(self, connection: Connection, number: int, leave: bool = False) -> None:
-        (path, body), status = request(number), 0
+        path, body = request(number)
+        status = 0
         try:
             async with asyncio.timeout(300):
                 status, said = await connection.ask(path, body, leave)
@@ -190,7 +198,8 @@ class Soak:
         for number in range(DIFFERENT):
             await self.one(connection, number)
         connection.close()
-        until, memory = time.monotonic() + seconds, self.state["memory_mb"]
+        until = time.monotonic() + seconds
+        memory = self.state["memory_mb"]
         memory.append([])
 
         async def worker(rng: random.Random) -> None:
@@ -246,7 +255,9 @@ def main() -> None:
     if args.state is not None and args.state.exists():
         state = json.loads(args.state.read_text())
     target = Target(args.model, ["--log-level", "warning", *args.serve.split()])
-    soak, began, before = Soak(target, state, args.state, args.requests), time.monotonic(), state["seconds"]
+    soak = Soak(target, state, args.state, args.requests)
+    began = time.monotonic()
+    before = state["seconds"]
     try:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(soak.run(args.at_once, 60 * args.minutes))

@@ -84,7 +84,9 @@ def body_of(seed: int, model: str, most: int) -> dict[str, Any]:
 
 class Soak:
     def __init__(self, client: httpx.AsyncClient, model: str, most: int) -> None:
-        self.client, self.model, self.most = client, model, most
+        self.client = client
+        self.model = model
+        self.most = most
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.texts: dict[int, str] = {}
@@ -92,7 +94,8 @@ class Soak:
     async def one(self, seed: int) -> str | None:
         """The text of a completed request, else None. Everything unexpected becomes a problem."""
         body = body_of(seed, self.model, self.most)
-        way, leave_after = body.pop("way"), body.pop("leave_after")
+        way = body.pop("way")
+        leave_after = body.pop("leave_after")
         try:
             if not body["stream"]:
                 answer = await self.client.post("/v1/chat/completions", json=body)
@@ -117,7 +120,9 @@ class Soak:
             return None
 
     async def _stream(self, seed: int, body: dict[str, Any], leave_after: int | None) -> str | None:
-        text, finished, chunks = "", False, 0
+        text = ""
+        finished = False
+        chunks = 0
         async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
             self.counts[f"stream {answer.status_code}"] += 1
             if answer.status_code == 429:
@@ -150,7 +155,9 @@ class Soak:
 async def run(url: str, model: str, streams: int, seconds: float, most: int, verify: int) -> tuple[Soak, list[float]]:
     limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(600)) as client:
-        soak, until, memory = Soak(client, model, most), time.monotonic() + seconds, []
+        soak = Soak(client, model, most)
+        until = time.monotonic() + seconds
+        memory = []
         numbers = iter(range(10**9))
 
         async def worker(rng: random.Random) -> None:

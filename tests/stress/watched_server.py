@@ -30,14 +30,20 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-SLOW, LONG, EVERY = 0.030, 0.012, 0.020  # seconds: by the clock, computing; how often the lock is asked for
+# seconds: by the clock, computing; how often the lock is asked for
+SLOW = 0.030
+LONG = 0.012
+EVERY = 0.020
 RECENT = 4096  # requests whose client is kept: the watch must not look like a leak of the server
 WAITING = re.compile(r"(threading|queue|selectors|thread|unix_events)\.py")  # threads that wait for work
 
 
 class Watch:
     def __init__(self, events: IO[str]) -> None:
-        self._events, self._turn, self._slowest, self._seen = events, 0.0, (0.0, 0.0, ""), ""
+        self._events = events
+        self._turn = 0.0
+        self._slowest = (0.0, 0.0, "")
+        self._seen = ""
         # times; until then: what all threads had waited for a processor, major page faults, seconds stolen
         self._waited = deque([(0.0, 0.0, 0, 0.0)], 500)
         self._collecting = self._collected = 0.0
@@ -45,10 +51,12 @@ class Watch:
         self._idle = True  # the loop waits for something to happen
 
     def start(self) -> None:
-        run, select = asyncio.Handle._run, selectors.EpollSelector.select
+        run = asyncio.Handle._run
+        select = selectors.EpollSelector.select
 
         def timed(handle: asyncio.Handle) -> None:
-            began, used = time.monotonic(), time.thread_time()
+            began = time.monotonic()
+            used = time.thread_time()
             run(handle)
             took = time.monotonic() - began
             if took > self._slowest[0]:
@@ -57,7 +65,8 @@ class Watch:
         def turned(selector: Any, timeout: float | None = None) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 return select(selector, timeout)
-            took, computed = time.monotonic() - self._turn, time.thread_time() - self._used
+            took = time.monotonic() - self._turn
+            computed = time.thread_time() - self._used
             if self._turn and (took > SLOW or computed > LONG):
                 wall, used, what = self._slowest
                 said = f"{what} {1e3 * wall:.0f} ms, {1e3 * used:.0f} of them computing; seen at {self._seen}"
@@ -66,7 +75,10 @@ class Watch:
             ready = select(selector, timeout)
             self._idle = False
             self._used = time.thread_time()
-            self._turn, self._slowest, self._collected, self._seen = time.monotonic(), (0.0, 0.0, ""), 0.0, ""
+            self._turn = time.monotonic()
+            self._slowest = (0.0, 0.0, "")
+            self._collected = 0.0
+            self._seen = ""
             return ready
 
         asyncio.Handle._run = timed  # type: ignore[method-assign]
@@ -81,7 +93,8 @@ class Watch:
             self._collected += time.monotonic() - self._collecting
 
     def _ask_for_lock(self) -> None:
-        main, mine = threading.main_thread().ident or 0, threading.get_ident()
+        main = threading.main_thread().ident or 0
+        mine = threading.get_ident()
         while True:
             began = time.monotonic()
             self._waited.append((began, all_delays(), major_faults(), stolen()))
@@ -145,8 +158,13 @@ def watch_steps(out: IO[str]) -> None:
     from outrider.engine.grammar import GrammarMatcher
     from outrider.server.call import Call
 
-    step, begin, bits, pick = module.Engine.step, Call.begin, GrammarMatcher.bits, module.pick
-    clients, masks, picked = dict[str, str](), Counter[int](), list[Any]()
+    step = module.Engine.step
+    begin = Call.begin
+    bits = GrammarMatcher.bits
+    pick = module.pick
+    clients = dict[str, str]()
+    masks = Counter[int]()
+    picked = list[Any]()
 
     async def begun(call: Call) -> None:
         clients.update((r.id, call._client) for r in call.answer.job.requests)
@@ -166,16 +184,21 @@ def watch_steps(out: IO[str]) -> None:
         return chosen
 
     def timed(engine: module.Engine) -> list[module.Event]:
-        began, before, masks[threading.get_ident()] = time.monotonic(), engine.runner.prompt_seconds, 0
+        began = time.monotonic()
+        before = engine.runner.prompt_seconds
+        masks[threading.get_ident()] = 0
         events = step(engine)
-        rows, now = Counter[str](), time.monotonic()
+        rows = Counter[str]()
+        now = time.monotonic()
         for item in (*picked[0].prompts, *picked[0].decode):
             rows[clients.get(item.seq.id, "?")] += item.count + item.plan.max_drafted
         took = (now - began, engine.runner.prompt_seconds - before, masks[threading.get_ident()] / 1e9)
         out.write(json.dumps([round(now, 4), *(round(t, 5) for t in took), picked[1], rows]) + "\n")
         return events
 
-    module.Engine.step, Call.begin, GrammarMatcher.bits = timed, begun, masked  # type: ignore[method-assign]
+    module.Engine.step = timed  # type: ignore[method-assign]
+    Call.begin = begun  # type: ignore[method-assign]
+    GrammarMatcher.bits = masked  # type: ignore[method-assign]
     module.pick = noted
 
 

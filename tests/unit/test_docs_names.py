@@ -91,7 +91,8 @@ CHECKED = [page for page in PAGES if not name(page).startswith(PAST)]
 @pytest.mark.parametrize("page", CHECKED, ids=name)
 def test_named_functions_and_modules_exist(page: Path) -> None:
     """`Class.member`, `module.function`, `folder/module` and `folder/module.py` of ours."""
-    wrong, known = [], members()
+    wrong = []
+    known = members()
     for span in re.findall(r"`([^`\n]+)`", prose(page)):
         dotted = re.fullmatch(r"(?:[a-z]+[./])*(\w+)\.(\w+)(?:\(\))?", span)
         if dotted and dotted[1] in known and (dotted[1][0].isupper() or (SRC / span.partition("/")[0]).is_dir()):

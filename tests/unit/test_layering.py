@@ -112,7 +112,9 @@ def defined(module: str) -> set[str]:
 
 def test_scripts_import_what_is_there() -> None:
     """Benchmarks and checks for a GPU are run by hand, and rarely."""
-    root, known, wrong = SRC.parents[1], dict[str, set[str]](), []
+    root = SRC.parents[1]
+    known = dict[str, set[str]]()
+    wrong = []
     for path in [*root.glob("benchmarks/*.py"), *root.glob("tests/gpu/*.py"), *root.glob("tests/stress/*.py")]:
         for name in imports(path):
             module, _, what = name.rpartition(".")

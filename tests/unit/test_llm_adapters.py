@@ -84,7 +84,8 @@ def test_unknown_names_are_refused(llm: LLM, files: Path) -> None:
 def test_merging_gives_pefts_weights(tmp_path: Path) -> None:
     """In float32, and once more rounded to bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
-        reference, folder = tiny.target("llama"), tmp_path / str(dtype)
+        reference = tiny.target("llama")
+        folder = tmp_path / str(dtype)
         tiny.write(reference.to(dtype), folder / "base")
         adapted = peft_model(reference.float(), folder / "adapter", use_rslora=True)
         said: list[str] = []
@@ -110,7 +111,8 @@ def test_the_command_line(files: Path, capsys: pytest.CaptureFixture[str], monke
     scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     config = json.loads((files / "base" / "config.json").read_text())
     (files / "int4" / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
-    base, how = files / "base", ("--raw", "--max-tokens", 6, "--json", "--device", "cpu", "--drafter", "ngram")
+    base = files / "base"
+    how = ("--raw", "--max-tokens", 6, "--json", "--device", "cpu", "--drafter", "ngram")
     texts = []
     for words in ((), ("--adapter", f"x={files / 'a'}"), ("--adapter", files / "b")):
         assert outrider("generate", base, "hello", *how, *words) == 0

@@ -63,7 +63,8 @@ class Ours:
         return self.mode.name
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
-        llm, mode = self.llm, self.mode
+        llm = self.llm
+        mode = self.mode
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
@@ -107,10 +108,13 @@ class Cell:
     @staticmethod
     def of(key: CellKey, category: str, answers: Sequence[Answer], whole: float) -> Cell:
         """`whole`: seconds of the batch. A single answer's first cycle belongs to its time to first token."""
-        ids, found = [ids for ids, _ in answers], [stats for _, stats in answers]
-        seconds, tokens = whole, sum(map(len, ids))
+        ids = [ids for ids, _ in answers]
+        found = [stats for _, stats in answers]
+        seconds = whole
+        tokens = sum(map(len, ids))
         if len(found) == 1:
-            seconds, tokens = found[0].decode_s, max(0, found[0].new_tokens - found[0].first_emitted)
+            seconds = found[0].decode_s
+            tokens = max(0, found[0].new_tokens - found[0].first_emitted)
         return Cell(
             *key,
             category,

@@ -16,7 +16,10 @@ import torch
 
 from .predict import CPU, Hardware
 
-SIDE, MATRICES, ROWS = (2048, 4096), 12, 9  # 100 million weights
+# 100 million weights
+SIDE = (2048, 4096)
+MATRICES = 12
+ROWS = 9
 REPEATS = 7
 
 
@@ -39,7 +42,8 @@ def here(weight_bytes: float) -> Hardware:
         for weight in weights:
             ops.linear(x[:rows], weight)
 
-    one, many = _best(lambda: products(1)), _best(lambda: products(ROWS))
+    one = _best(lambda: products(1))
+    many = _best(lambda: products(ROWS))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return fitted(one, many, ROWS, MATRICES * SIDE[0] * SIDE[1], weight_bytes, memory)
 
@@ -49,7 +53,8 @@ def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float
     `rows`."""
     row = max((many - one) / (rows - 1), 0.01 * one)
     moving = max(one - row, 0.1 * one)
-    bandwidth, rate = weights * weight_bytes / moving / 1e9, 2.0 * weights / row / 1e12
+    bandwidth = weights * weight_bytes / moving / 1e9
+    rate = 2.0 * weights / row / 1e12
     return CPU("this CPU (measured)", bandwidth, rate, memory, reach=1.0, rate_reach=1.0)
 
 

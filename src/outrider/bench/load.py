@@ -99,7 +99,8 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, object]) -> Timing:
                 if "tokens" in ours:
                     timing.chunks.append((time.perf_counter(), len(ours["tokens"])))
                 elif "cycles" in ours:
-                    timing.cycles, timing.accepted = ours["cycles"], ours["accepted"]
+                    timing.cycles = ours["cycles"]
+                    timing.accepted = ours["accepted"]
     except (httpx.HTTPError, ValueError) as e:
         timing.error = f"{type(e).__name__}: {e}"
     return timing
@@ -108,7 +109,8 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, object]) -> Timing:
 def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: int | str) -> Summary:
     good = [t for t in timings if t.error is None and t.chunks]
     decode = [(t.tokens - t.chunks[0][1]) / (t.chunks[-1][0] - t.chunks[0][0]) for t in good if len(t.chunks) > 1]
-    cycles, accepted = sum(t.cycles for t in good), sum(t.accepted for t in good)
+    cycles = sum(t.cycles for t in good)
+    accepted = sum(t.accepted for t in good)
     return {
         "concurrency": concurrency,
         "draft_tokens": drafts,

@@ -36,7 +36,9 @@ class Transformers:
         # transformers makes models without memory: all of torch's rules (cli/quick.py)
         _ = torch._meta_registrations.register_meta
 
-        self.encode, self.eos, self.threads = llm.encode_chat, sorted(llm.engine.eos), cores(load)
+        self.encode = llm.encode_chat
+        self.eos = sorted(llm.engine.eos)
+        self.threads = cores(load)
         where: dict[str, object] = {}
         if path.suffix == ".gguf":  # dense weights: its packed kernels are many times slower on a CPU
             from transformers import GgufConfig
@@ -97,7 +99,8 @@ class LlamaCpp:
         require(path.suffix == ".gguf", f"--against llama-cpp: llama.cpp reads GGUF files only, {path} is none")
         from llama_cpp import Llama
 
-        self.encode, self.eos = llm.encode_chat, llm.engine.eos
+        self.encode = llm.encode_chat
+        self.eos = llm.engine.eos
         threads = {"n_threads": cores(load), "n_threads_batch": cores(load)}
         layers = -1 if llm.engine.device.type == "cuda" else 0
         self.model = Llama(str(path), n_ctx=4096, n_gpu_layers=layers, verbose=False, **threads)
@@ -107,7 +110,8 @@ class LlamaCpp:
         for prompt in prompts:
             self.model.reset()
             self.model.set_seed(seed)
-            began, first = time.perf_counter(), 0.0
+            began = time.perf_counter()
+            first = 0.0
             new: list[int] = []
             stream = self.model.generate(
                 self.encode(prompt.text),

@@ -137,7 +137,8 @@ def chance(share: float, k: int) -> float:
     `share` of k tokens is accepted."""
     if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
         raise ValueError(share)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         a = (low + high) / 2
         low, high = (a, high) if sum(a**j for j in range(1, k + 1)) < share * k else (low, a)
@@ -158,7 +159,9 @@ class Setup:
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     """Seconds of moving bytes, of arithmetic, and of fixed kernel time, including that of further rows."""
-    rows, config, on = setup.batch * (k + 1), setup.target, setup.on
+    rows = setup.batch * (k + 1)
+    config = setup.target
+    on = setup.on
     size = model_size(config)
     moved = size.streamed(rows) * setup.weight_bytes + rows * kv_bytes(config, 1)
     moved += setup.batch * kv_bytes(config, setup.context, read=True)
@@ -183,7 +186,8 @@ def draft_seconds(setup: Setup, k: int) -> float:
     """k steps of the MTP drafter, one after the other. Without one: n-gram matches, which take no time."""
     if setup.drafter is None or k == 0:
         return 0.0
-    on, config = setup.on, setup.drafter
+    on = setup.on
+    config = setup.drafter
     size = drafter_size(config)
     read = setup.batch * kv_bytes(config, setup.context, read=True)
     narrow = not config.clusters and on.overlaps  # on GPUs a drafter's large head and layers are held in 8 bits
@@ -207,7 +211,8 @@ def sweep(setup: Setup, accept: Acceptance) -> list[Point]:
     plain = verify_seconds(setup, 0)
     out = []
     for k in range(MAX_DRAFT + 1):
-        seconds, tokens = draft_seconds(setup, k) + verify_seconds(setup, k), accept.tokens(k)
+        seconds = draft_seconds(setup, k) + verify_seconds(setup, k)
+        tokens = accept.tokens(k)
         out.append(Point(k, 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds))
     return out
 
@@ -223,7 +228,8 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
     """Everything `outrider predict` shows, as plain data."""
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
-    need, moving = memory_bytes(setup), verify_parts(setup, 0)
+    need = memory_bytes(setup)
+    moving = verify_parts(setup, 0)
     return {
         "machine": setup.on.label,
         "drafter": None if setup.drafter is None else setup.drafter.model_type,
@@ -244,7 +250,9 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
 
 
 # ---- images
-TOWER_REACH, PROMPT_REACH = 0.35, 0.5  # of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
+# of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
+TOWER_REACH = 0.35
+PROMPT_REACH = 0.5
 CPU_RATE = 0.25  # of a CPU's 8-bit rate: a tower multiplies floats
 
 
@@ -263,9 +271,11 @@ def image_costs(vision: VisionConfig, setup: Setup) -> list[ImageCost]:
     """For each budget of `--image-tokens`; Gemma 3 has one."""
     rate = setup.on.rate * 1e9  # per millisecond
     tower_rate = rate * (TOWER_REACH if setup.on.overlaps else CPU_RATE)
-    size, costs = model_size(setup.target), list[ImageCost]()
+    size = model_size(setup.target)
+    costs = list[ImageCost]()
     for tokens in (vision.tokens,) if vision.tokens else IMAGE_TOKENS:
-        tower, prompt = vision.flops(tokens), flops(size, tokens, setup.context, 0)
+        tower = vision.flops(tokens)
+        prompt = flops(size, tokens, setup.context, 0)
         milliseconds = prompt / (rate * PROMPT_REACH)
         costs.append(ImageCost(tokens, tower / 1e12, tower / tower_rate, prompt / 1e12, milliseconds))
     return costs

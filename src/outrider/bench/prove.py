@@ -71,7 +71,8 @@ def row_invariance(llm: LLM, prompts: Tokens) -> Iterator[ProofResult]:
         others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
         found = [block_logits(llm, [tokens], [len(prompt)], width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)]
         if llm.engine.max_batch >= BATCH:
-            batch, starts = [tokens, *(o + answer for o in others)], [len(prompt), *map(len, others)]
+            batch = [tokens, *(o + answer for o in others)]
+            starts = [len(prompt), *map(len, others)]
             found.append(block_logits(llm, batch, starts, MAX_DRAFT + 1)[0])
         worst = max(0.0 if torch.equal(alone, z) else max(float((alone - z).abs().max()), 1e-45) for z in found)
         detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
@@ -82,8 +83,10 @@ def row_invariance(llm: LLM, prompts: Tokens) -> Iterator[ProofResult]:
 def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int) -> Tensor:
     """Logits [B, 17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh
     cache."""
-    engine, store = llm.engine, llm.engine.store
-    begins, caches = [start - 1 for start in starts], []
+    engine = llm.engine
+    store = llm.engine.store
+    begins = [start - 1 for start in starts]
+    caches = []
     for tokens, begin in zip(sequences, begins):
         cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
         caches.append(cache)

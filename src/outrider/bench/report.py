@@ -82,7 +82,8 @@ def _medians(cells: Sequence[Cell]) -> dict[str, _Median]:
 
 def _row(category: str, cells: Sequence[Cell], found: Mapping[str, _Median], plain: Mapping[str, _Median]) -> Row:
     """Of one contestant's cells at one temperature and batch. found, plain: its medians, and plain decoding's."""
-    seconds, tokens = sum(m.seconds for m in found.values()), sum(m.tokens for m in found.values())
+    seconds = sum(m.seconds for m in found.values())
+    tokens = sum(m.tokens for m in found.values())
     both = [g for g in found if g in plain]
     speedup, low, high = (None, None, None) if not both else _interval([(plain[g], found[g]) for g in both])
     cycles, drafted, accepted = (sum(getattr(c, k) for c in cells) for k in ("cycles", "drafted", "accepted"))

@@ -73,11 +73,13 @@ def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto
     text = resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
     ids = torch.tensor(Tokenizer(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     require(len(ids) >= 2, "a context of at least two tokens is needed to measure perplexity")
-    runner, rows = ops.compile(TextModel(config, weights, ops)), len(ids) - 1
+    runner = ops.compile(TextModel(config, weights, ops))
+    rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)
     store.reserve(seq, rows)
-    slot, out = torch.tensor([seq.slot]), []
+    slot = torch.tensor([seq.slot])
+    out = []
     for lo in range(0, rows, 64):
         n = min(64, rows - lo)
         ends = torch.tensor([0, n], dtype=torch.int32)

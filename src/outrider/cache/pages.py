@@ -70,7 +70,9 @@ class PageGroup:
     """One cache group: a pool, a page size and (sliding) a window."""
 
     def __init__(self, count: int, page_size: int, window: int | None):
-        self.pool, self.page_size, self.window = PagePool(count), page_size, window
+        self.pool = PagePool(count)
+        self.page_size = page_size
+        self.window = window
 
     def need(self, seq: SeqPages, positions: int) -> int:
         """Number of new pages needed to hold positions 0..positions-1."""

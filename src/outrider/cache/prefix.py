@@ -40,7 +40,9 @@ class PrefixEntry:
 
 class PrefixCache:
     def __init__(self, groups: dict[GroupName, PageGroup], page_size: int):
-        self.groups, self.page_size, self.seconds = groups, page_size, time.monotonic
+        self.groups = groups
+        self.page_size = page_size
+        self.seconds = time.monotonic
         self.entries: dict[bytes, PrefixEntry] = {}
 
     def match(
@@ -59,7 +61,8 @@ class PrefixCache:
 
     def use(self, keys: Iterable[bytes]) -> list[PrefixEntry]:
         """The cached entries of a chain, marked as used now."""
-        found, now = [], self.seconds()
+        found = []
+        now = self.seconds()
         for key in keys:
             entry = self.entries.get(key)
             if entry is None or ("full" in entry.pages and not entry.pages["full"]):
@@ -94,8 +97,10 @@ class PrefixCache:
         self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages], root: bytes = ROOT
     ) -> tuple[list[bytes], int]:
         """Share the first `count` positions (whole pages only). Returns their keys, and how many were there already."""
-        keys, known = list(chain(root, tokens, count // self.page_size, self.page_size)), 0
-        parent, now = root, self.seconds()
+        keys = list(chain(root, tokens, count // self.page_size, self.page_size))
+        known = 0
+        parent = root
+        now = self.seconds()
         for i, key in enumerate(keys):
             known += key in self.entries
             entry = self._entry(parent, key, now)

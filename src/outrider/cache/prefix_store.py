@@ -51,7 +51,9 @@ StoredPage = tuple[bytes, bytes, Mapping[GroupName, Tensor]]  # parent, key, byt
 class PrefixStore:
     def __init__(self, kv: KVStore, folder: Path, limit: int, identity: str) -> None:
         """limit: bytes of all files in the folder, those of other models included."""
-        self._kv, self._root, self._limit = kv, folder, limit
+        self._kv = kv
+        self._root = folder
+        self._limit = limit
         self._names = sorted(kv.groups)  # bit i of a file's groups is group i
         shapes = " ".join(f"{name}{tuple(t.shape[1:])}" for name in self._names for t in kv.layers[name])
         self._id = hashlib.blake2b(f"{identity} {shapes}".encode(), digest_size=16).digest()
@@ -63,7 +65,8 @@ class PrefixStore:
         self._waiting: deque[tuple[int, bytes, float]] = deque()  # pages to be copied out: number, hash, time of use
         self._queued = 0  # bytes
         self._size: int | None = None  # bytes of the folder's files by our count; None: not counted yet
-        self._lock, self._failed = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._failed = False
         # what is queued when the interpreter ends is still written
         self._writer = ThreadPoolExecutor(1, "outrider-prefix-store")
         self.pages_read = self.pages_written = 0
@@ -92,7 +95,8 @@ class PrefixStore:
             # the copy is in the order of the device's work; the writer waits for it, the step does not
             if data.device.type == "cuda":
                 host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
-                data, done = host.copy_(data, non_blocking=True), torch.cuda.Event()
+                data = host.copy_(data, non_blocking=True)
+                done = torch.cuda.Event()
                 done.record()
             moved += data.numel()
             with self._lock:
@@ -183,7 +187,8 @@ class PrefixStore:
     def restore(self, tokens: Sequence[int], root: bytes, granularity: int) -> Iterator[None]:
         """Bring the pages of this prompt that are on disk and not in the cache back into it; yields between two steps.
         A page that turns out to be bad ends the prefix before it."""
-        kv, size = self._kv, self._kv.spec.page_size
+        kv = self._kv
+        size = self._kv.spec.page_size
         keys = list(chain(root, tokens, (len(tokens) - 1) // size, size))
         self.touch(keys)
         bad = len(keys)
@@ -198,7 +203,9 @@ class PrefixStore:
             if not count:
                 return
             kv.prefix.use(keys[:count])
-            bad, moved, at_once = 0, 0, list[StoredPage]()
+            bad = 0
+            moved = 0
+            at_once = list[StoredPage]()
             for number, key in enumerate(keys[:count]):
                 seen = (name for name in self._names if number >= kv.prefix.first_page(name, count))
                 wanted = [name for name in seen if not kv.prefix.page(key, name)]

@@ -48,10 +48,12 @@ def ragged(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list
 
 def last_rows(kv: KVView, seqs: Sequence[int]) -> OutputRows:
     """The last row of some sequences of a pass. For chains, not trees."""
-    device, count = kv.positions.device, len(seqs)
+    device = kv.positions.device
+    count = len(seqs)
     if not count:
         return OutputRows(kv.positions[:0], kv)
-    which, start = upload(seqs, torch.int64, device), torch.arange(count + 1, dtype=torch.int32, device=device)
+    which = upload(seqs, torch.int64, device)
+    start = torch.arange(count + 1, dtype=torch.int32, device=device)
     rows = kv.row_start.index_select(0, which + 1).long() - 1
     tables = {name: table.index_select(0, which) for name, table in kv.tables.items()}
     seen = replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long())
@@ -91,7 +93,9 @@ class KVStore:
         extra: Sequence[AttnSpec] = (),
     ):
         """extra: further layers over the same pages, numbered on from the model's (`Drafter.kv_specs`)."""
-        self.spec, self.device, self.dtype = spec, torch.device(device), dtype
+        self.spec = spec
+        self.device = torch.device(device)
+        self.dtype = dtype
         ps = spec.page_size
         specs = {i: config.layers[i].attn for i in config.kv_layers}
         windows: dict[GroupName, int | None] = {attn.group: attn.window for attn in specs.values()}
@@ -103,7 +107,8 @@ class KVStore:
         for name, window in windows.items():
             pages = -(-spec.tokens // ps)
             if window is not None:
-                bound, sliding = self._bound(window), spec.window_tokens
+                bound = self._bound(window)
+                sliding = spec.window_tokens
                 most = spec.slots * bound * 2 if sliding is None else max(bound, -(-sliding // ps))
                 pages = min(pages + spec.slots, most)
             self.groups[name] = PageGroup(pages + 1, ps, window)
@@ -194,7 +199,8 @@ class KVStore:
     def fits(self, seq: SeqCache, positions: int) -> bool:
         """Could it hold `positions` now, if unused shared prefixes were evicted?"""
         for name, group in self.groups.items():
-            need, pool = group.need(seq.pages[name], positions), group.pool
+            need = group.need(seq.pages[name], positions)
+            pool = group.pool
             if group.window is not None:
                 need = min(need, self._bound(group.window))
             if need > pool.free and need > pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name)):
@@ -253,7 +259,8 @@ class KVStore:
     @torch.inference_mode()
     def adopt(self, pages: Sequence[StoredPage]) -> bool:
         """Add these pages to the prefix cache. False: there are not enough free ones."""
-        entries, wanted = self.prefix.entries, Counter(name for _, _, data in pages for name in data)
+        entries = self.prefix.entries
+        wanted = Counter(name for _, _, data in pages for name in data)
         parents = {parent for parent, _, _ in pages} & entries.keys()
         if not all(self._free(name, count) for name, count in wanted.items()) or not parents <= entries.keys():
             return False
@@ -265,7 +272,8 @@ class KVStore:
             for layer, part in zip(self.layers[name], stored.split([t[0].numel() for t in self.layers[name]], 1)):
                 done = 0
                 for first, end in runs(rows):
-                    to, done = layer[first:end], done + end - first
+                    to = layer[first:end]
+                    done = done + end - first
                     to.copy_(part[done - len(to) : done].view(to.shape))
             if name in self._ahead:
                 self._ahead[name].need(rows[-1])
@@ -304,7 +312,8 @@ class KVStore:
         for name, group in self.groups.items():
             group.pool.check([s.pages[name].held() for s in self._live.values()] + [self.prefix.held(name)])
             for seq in self._live.values():
-                first, pages = seq.pages[name].first, seq.pages[name].pages
+                first = seq.pages[name].first
+                pages = seq.pages[name].pages
                 row = self.tables[name][seq.slot, first : len(pages)].tolist()
                 if row != pages[first:]:
                     raise AssertionError(f"{name} table of slot {seq.slot} from page {first} on: {row}, not {pages}")

@@ -71,7 +71,8 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
             progress = whole(given | load.options(), asked.replicas, batch, common.note)
         else:
             progress = answer_file(Server.offline(ServedModel.of(llm), settings), batch)
-    took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
+    took = time.monotonic() - began
+    answered = progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     counts = f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s"
     err.print(f"{counts}{kept}: {asked.out}")

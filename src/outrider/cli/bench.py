@@ -94,7 +94,8 @@ def _report(folder: Path, settings: Settings, as_json: bool) -> None:
     """Prints a run's results, and writes them as a page."""
     from ..bench import harness, report
 
-    rows, page = report.summarise(list(harness.read_cells(folder))), folder / "report.html"
+    rows = report.summarise(list(harness.read_cells(folder)))
+    page = folder / "report.html"
     page.write_text(report.html(settings, rows, common.command_line()), encoding="utf-8")
     if as_json:
         print(json.dumps({"settings": settings, "rows": [asdict(r) for r in rows]}))
@@ -119,7 +120,8 @@ def _modes(drafters: Sequence[str], ks: Sequence[str], trees: Sequence[str]) -> 
     the folders of two training runs do (a/drafter, b/drafter)."""
     from ..bench.harness import PLAIN, DraftMode
 
-    last, lengths = [Path(drafter).name for drafter in drafters], dict.fromkeys(map(parse_draft_tokens, ks))
+    last = [Path(drafter).name for drafter in drafters]
+    lengths = dict.fromkeys(map(parse_draft_tokens, ks))
     found = [DraftMode(PLAIN, drafters[0], 0)] if 0 in lengths else []
     for drafter, k, tree in product(drafters, (k for k in lengths if k != 0), trees):
         short = Path(drafter).name

@@ -115,9 +115,12 @@ def table(rows: list[Summary]) -> Table:
 
 
 def draw(rows: list[Summary], file: Path) -> None:
-    throughput, first, per_token = list[svg.Series](), list[svg.Series](), list[svg.Series]()
+    throughput = list[svg.Series]()
+    first = list[svg.Series]()
+    per_token = list[svg.Series]()
     for drafts in dict.fromkeys(r["draft_tokens"] for r in rows):
-        mine, name = [r for r in rows if r["draft_tokens"] == drafts], "plain" if drafts == 0 else "speculative"
+        mine = [r for r in rows if r["draft_tokens"] == drafts]
+        name = "plain" if drafts == 0 else "speculative"
         throughput.append((name, [(r["concurrency"], r["tokens_per_s"]) for r in mine]))
         for series, key in ((first, "ttft_s"), (per_token, "token_s")):
             for part, label in (("p50", "median"), ("p95", "95th")):

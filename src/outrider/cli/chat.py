@@ -80,7 +80,8 @@ def chat(asked: ChatOptions, load: LoadSettings) -> None:
 
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
-        self.llm, self.params = llm, params
+        self.llm = llm
+        self.params = params
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.terminal = terminal.standard([*COMMANDS])
         self.draft_tokens: int | None = None

@@ -160,9 +160,12 @@ def as_options(message: str, names: Iterable[str]) -> str:
 
 
 def typed(name: str, option: Option) -> Parameter:
-    kind, default, about = option.kind, option.default, option.help
+    kind = option.kind
+    default = option.default
+    about = option.help
     if kind == str | Sequence[str]:  # it may be repeated
-        kind, default = list[str], [default]
+        kind = list[str]
+        default = [default]
     elif kind in (int | str | None, KvDtype):  # texts, which the settings check
         kind = str
     if isinstance(about, str):
@@ -178,7 +181,8 @@ def typed(name: str, option: Option) -> Parameter:
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
     """The user's file's values of a command's options, in the parser's form: [defaults] if the command has such an
     option, then the command's own table."""
-    tables, known = user_file(), ("aliases", "defaults", *commands)
+    tables = user_file()
+    known = ("aliases", "defaults", *commands)
     for table in tables:
         require(table in known, f"config.toml: unknown table [{table}]; known: {', '.join(known)}")
     shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
@@ -215,7 +219,8 @@ def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
     for text in given or ():
         name, sign, path = text.partition("=")
         if not sign or Path(text).exists():
-            name, path = Path(text).name.removesuffix(".gguf"), text
+            name = Path(text).name.removesuffix(".gguf")
+            path = text
         require(name not in adapters, f"--adapter: two adapters would be called {name!r}: write NAME=PATH")
         adapters[name] = path
     return replace(load, adapters=adapters)

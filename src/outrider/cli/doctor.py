@@ -67,7 +67,8 @@ def _kernels(as_json: bool) -> None:
     if as_json:
         print(json.dumps([row._asdict() for row in TABLE], indent=2))
         return
-    heads, title = ("operation", "when", "kernel", "card"), "GPU kernels: the first that fits, all with the same bits"
+    heads = ("operation", "when", "kernel", "card")
+    title = "GPU kernels: the first that fits, all with the same bits"
     out.print(common.table(heads, TABLE, heads, title=title))
 
 
@@ -91,7 +92,8 @@ def _extras() -> Iterator[Diagnosis]:
 def _cpu(build: bool) -> Iterator[Diagnosis]:
     from ..ops.cpu.build import WHEEL_LEVELS, BuildError, best_isa, compiler, found, missing, processor, shared_object
 
-    isa, cores = best_isa(), len(os.sched_getaffinity(0))
+    isa = best_isa()
+    cores = len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
     about = f"{processor()}, {cores} cores for this process, kernels: {isa}"
     yield Diagnosis("note" if isa in slow else "ok", "processor", about, slow.get(isa, ""))
@@ -120,7 +122,8 @@ def _gpu() -> Iterator[Diagnosis]:
     import torch
 
     if not torch.cuda.is_available():
-        about, mend = "none", "check the driver with nvidia-smi"
+        about = "none"
+        mend = "check the driver with nvidia-smi"
         if not torch.version.cuda:
             about = "none (torch is built without CUDA)"
             mend = "an NVIDIA driver is here: install a CUDA build of torch"

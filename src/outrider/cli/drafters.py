@@ -78,12 +78,14 @@ def eval_drafter(
     if as_json:
         out.print_json(data=result)
         return
-    accepted, by_category = result["acceptance_by_position"], result["by_category"].items()
+    accepted = result["acceptance_by_position"]
+    by_category = result["by_category"].items()
     rows = [(str(k), f"{v:.3f}", f"{accepted[k - 1]:.3f}") for k, v in result["tokens_per_cycle"].items()]
     out.print(common.table(("K", "tokens per cycle", "accepted up to position K"), rows, ()))
     named = [(name, f"{value:.3f}") for name, value in sorted(by_category, key=lambda item: -item[1])]
     out.print(common.table(("category", "tokens per cycle at K = 4"), named, ("category",)))
-    share, best = result["draft_step_share"], result["best_k"]
+    share = result["draft_step_share"]
+    best = result["best_k"]
     out.print(f"a draft step reads {share:.1%} of what a target step reads; predicted best K: {best}")
 
 

@@ -152,7 +152,9 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
     llm = common.load_llm(asked.model, load)
     llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
     rows: list[tuple[str | Text, ...]] = []
-    tokens, plain_s, fast_s = 0, 0.0, 0.0
+    tokens = 0
+    plain_s = 0.0
+    fast_s = 0.0
     for prompt in common.PROMPTS[:4]:
         ids = llm.encode_chat(prompt)
         plain = run_plain(llm, ids, params)
@@ -160,7 +162,8 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
         fast = llm.generate(ids, params)[0]
         out.print(f">>> {prompt}", style="bold")
         out.print(f"{fast.text}\n")
-        p, f = plain.stats, fast.stats
+        p = plain.stats
+        f = fast.stats
         if p.decode_tps and f.decode_tps:
             tokens += p.new_tokens
             plain_s += p.new_tokens / p.decode_tps

@@ -140,7 +140,8 @@ def drafter_of(
         block = translate(BlockConfig.from_hf, files)
         reason = block.misfit(target)
         block = replace(block, taps=block.tapped(target))
-        kept, kv = stored_size(files, block), sum(2 * own.attn.kv_heads * own.attn.head_dim for own in block.layers)
+        kept = stored_size(files, block)
+        kv = sum(2 * own.attn.kv_heads * own.attn.head_dim for own in block.layers)
         about: ForeignDict = {
             "layout": block.layout,
             "taps": list(block.taps or ()),
@@ -151,7 +152,9 @@ def drafter_of(
         }
         return drafter_report(block.kind, reason, kept.parameters, kept.token, token, **about), kept.total
     config = translate(DrafterConfig.from_hf, files)
-    reason, size, kept = config.misfit(target), drafter_size(config), stored_size(files, config)
+    reason = config.misfit(target)
+    size = drafter_size(config)
+    kept = stored_size(files, config)
     about = {
         "reads": list(config.read_layers(target)) if reason is None else None,
         "clusters": config.clusters,
@@ -187,7 +190,8 @@ def show(data: ForeignDict) -> None:
     cells = []
     for _, group in groupby(data["layers"], key=lambda row: {**row, "index": None, "kv_from": owner(row)}):
         rows = list(group)
-        row, last = rows[0], rows[-1]
+        row = rows[0]
+        last = rows[-1]
         span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
         attention = (f"{row['heads']}/{row['kv_heads']}", str(row["head_dim"]), str(row["window"] or "–"), owner(row))
         experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []

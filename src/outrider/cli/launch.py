@@ -56,7 +56,9 @@ INSTALL = {
 
 def settings(agent: str, at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
     """The agent's variables (None: must not be set) and arguments."""
-    api, patience_ms, name = f"{at.url}/v1", 1000 * PATIENCE_S, f"outrider/{at.model}"
+    api = f"{at.url}/v1"
+    patience_ms = 1000 * PATIENCE_S
+    name = f"outrider/{at.model}"
     roles = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     ours = "model_providers.outrider"
     codex: dict[str, str | int] = {
@@ -134,11 +136,14 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
 
     Example: outrider launch claude Qwen/Qwen2.5-Coder-1.5B-Instruct
     """
-    agent, model, given = asked.agent, asked.model, asked.arguments or []
+    agent = asked.agent
+    model = asked.model
+    given = asked.arguments or []
     require(agent in INSTALL, f"unknown agent {agent!r}; known: {', '.join(INSTALL)}")
     behind = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     if model is not None and behind == [model, *given]:  # `launch codex -- exec`: no MODEL
-        given, model = behind, None
+        given = behind
+        model = None
     program = shutil.which(agent)
     require(asked.show or program is not None, f"{agent} is not on the PATH: {INSTALL[agent]}")
     found = find(asked.url, model, asked.api_key)
@@ -214,7 +219,8 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
     try:
         while at is None:
             time.sleep(0.1)
-            ended, said = child.poll() is not None, path.read_text(encoding="utf-8", errors="replace")
+            ended = child.poll() is not None
+            said = path.read_text(encoding="utf-8", errors="replace")
             if ended:
                 lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {child.returncode}"]
                 raise OutriderError(f"the server for {model} did not start: {lines[-1].removeprefix('outrider: ')}")

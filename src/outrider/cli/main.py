@@ -72,7 +72,8 @@ def main() -> None:
             print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
-    world, parallel = os.environ.get("WORLD_SIZE", ""), sys.modules.get("outrider.parallel.process_group")
+    world = os.environ.get("WORLD_SIZE", "")
+    parallel = sys.modules.get("outrider.parallel.process_group")
     group = parallel.ProcessGroup.here if parallel is not None else None
     if group is not None:  # a model was divided over processes
         group.close()

@@ -115,7 +115,8 @@ def _accepted(
 
 
 def _show(model: str, data: ForeignDict) -> None:
-    need, best = data["memory_gb"], data["best_k"]
+    need = data["memory_gb"]
+    best = data["best_k"]
     where = f" on {data['machine']}, batch {data['batch']}, context {data['context']}"
     out.print(Text.assemble((model, "bold"), where))
     fits = ("" if data["fits"] else " (does not fit)", "bold red")

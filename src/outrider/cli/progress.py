@@ -18,7 +18,9 @@ class StageProgress:
     def __init__(self, quiet: bool = False):
         self.quiet = quiet
         self.bar: Progress | None = None
-        self.stage, self.told, self.began = "", 0.0, 0.0
+        self.stage = ""
+        self.told = 0.0
+        self.began = 0.0
 
     def __enter__(self) -> StageProgress:
         if not self.quiet and sys.stderr.isatty():
@@ -40,7 +42,8 @@ class StageProgress:
             return
         new = stage != self.stage
         if new:
-            self.stage, self.began = stage, time.perf_counter()
+            self.stage = stage
+            self.began = time.perf_counter()
         if self.bar is not None:
             if new:
                 for before in self.bar.task_ids:

@@ -38,7 +38,8 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
     from ..bench.prove import COMPARED
     from ..bench.prove import prove as run
 
-    lengths, heats = common.numbers(asked.ks, int, "--k"), common.numbers(asked.temperatures, float, "--temperatures")
+    lengths = common.numbers(asked.ks, int, "--k")
+    heats = common.numbers(asked.temperatures, float, "--temperatures")
     require(all(1 <= k <= MAX_DRAFT for k in lengths), f"--k must be in 1..{MAX_DRAFT}, got {asked.ks}")
     require(asked.count >= 1, f"--count must be at least 1, got {asked.count}")
     for heat in heats:
@@ -57,7 +58,8 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
         about = {"model": asked.model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed}
         print(json.dumps({**about, "findings": [vars(f) for f in findings]}))
     else:
-        heads, title = ("check", "what is compared", "passed"), f"{asked.model} · {llm.drafter_note}"
+        heads = ("check", "what is compared", "passed")
+        title = f"{asked.model} · {llm.drafter_note}"
         checks = {f.check: [one.passed for one in findings if one.check == f.check] for f in findings}
         rows = [(check, COMPARED[check], f"{sum(held)} of {len(held)}") for check, held in checks.items()]
         out.print(common.table(heads, rows, heads, title=title))

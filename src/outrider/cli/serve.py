@@ -52,7 +52,8 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
 
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
-    sys.stdout, sys.stderr = cast(TextIO, Unfailing(sys.stdout)), cast(TextIO, Unfailing(sys.stderr))
+    sys.stdout = cast(TextIO, Unfailing(sys.stdout))
+    sys.stderr = cast(TextIO, Unfailing(sys.stderr))
     with common.needs("the server needs", "serve"):
         from ..server.fair import SPARE
         from ..server.main import address, listen
@@ -61,7 +62,8 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         from ..server.model_pool import LoadedModel, ModelPool, read_names
     from ..ops import place
 
-    listed, load = read_names(asked.models), common.with_adapters(load, asked.adapter)
+    listed = read_names(asked.models)
+    load = common.with_adapters(load, asked.adapter)
     first, *others = listed
     if len(listed) > 1:
         several(listed, asked.name, load, asked.memory)
@@ -88,8 +90,10 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         served = ServedModel.of(llm, err.print)
     else:
         limit = None if asked.memory is None else int(asked.memory * 2**30)
-        cuda, loaded = place(load.device).type == "cuda", lambda model: common.load_llm(model, load)
-        served = ModelPool.listed(listed, loaded, load.engine, limit, settings, cuda)
+        cuda = place(load.device).type == "cuda"
+        served = ModelPool.listed(
+            listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
+        )
         served.first.take(LoadedModel(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")

@@ -73,7 +73,8 @@ def remove(name: common.Model) -> None:
     name = model_of(name)
     if os.path.exists(os.path.expanduser(name)):
         raise OutriderError(f"{name} is a file or folder of yours, not one of the caches': remove it yourself")
-    freed, named = 0, repos.parse(name)
+    freed = 0
+    named = repos.parse(name)
     if name == "smollm2":
         path = hub.cache_path("smollm2", hub.SMOLLM2_FILE)
         freed = stored(path)
@@ -110,7 +111,8 @@ def show(name: common.Model, as_json: common.AsJson = False) -> None:
     config = model_config(files)
     where, why = hub.auto_drafter(files)
     mmproj = repos.companion(files.path, "mmproj") if files.gguf is not None else None
-    last, nbytes = used().get(files.name, {}), stored(files.path)
+    last = used().get(files.name, {})
+    nbytes = stored(files.path)
     data = {
         "name": name,
         "path": str(files.path) if files.path.exists() else None,

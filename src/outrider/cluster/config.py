@@ -98,7 +98,8 @@ class ClusterConfig(BaseModel, frozen=True):
             return cls.model_validate({**own, "load": LoadSettings.of(load.model_dump())})
         except ValidationError as error:
             wrong = error.errors()
-            name, value = str(wrong[0]["loc"][0]), json.dumps(wrong[0]["input"], default=str)
+            name = str(wrong[0]["loc"][0])
+            value = json.dumps(wrong[0]["input"], default=str)
             said = " or ".join(one["msg"].removeprefix("Value error, ") for one in wrong if one["loc"][0] == name)
             raise OutriderError(f"{where}{name}: {value} is not allowed: {said[0].lower()}{said[1:]}") from None
         except OutriderError as error:
@@ -133,12 +134,14 @@ class ClusterConfig(BaseModel, frozen=True):
 
     def placed(self, gpus: float) -> ClusterConfig:
         """A copy with the fields filled in that depend on the machines. gpus: of the whole cluster."""
-        load, parts = self.load, self.load.tensor_parallel
+        load = self.load
+        parts = self.load.tensor_parallel
         wanted = load.device is None or load.device.startswith("cuda")
         per_replica = self.gpus_per_replica
         if per_replica is None:
             per_replica = float(bool(gpus and wanted)) * parts
-        one_each, asked = parts == 1 or per_replica in (0, parts), f"gpus_per_replica: {per_replica:g}"
+        one_each = parts == 1 or per_replica in (0, parts)
+        asked = f"gpus_per_replica: {per_replica:g}"
         require(one_each, f"{asked} with tensor_parallel {parts}: a GPU a process; leave the first out")
         require(per_replica <= gpus, f"{asked}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
         concurrent = self.max_concurrent or (254 if per_replica else 8)
@@ -154,7 +157,9 @@ class ClusterConfig(BaseModel, frozen=True):
         """Server settings of the ingress, which checks hosts, origins, keys and sizes."""
         origins = tuple(part.strip() for part in (self.allowed_origin or "").split(",") if part.strip())
         keys = None if self.api_key_file is None else Path(self.api_key_file)
-        name, host, most = self.served_name, self.host, self.max_body
+        name = self.served_name
+        host = self.host
+        most = self.max_body
         return ServerSettings(name, host, api_key_file=keys, max_body=most, allowed_origins=origins)
 
     def back(self) -> ServerSettings:

@@ -94,7 +94,8 @@ class _Answer:
             self._head = {**message, "headers": [*headers, (b"x-outrider-replica", replica.encode())]}
             return
         if self._head is not None:
-            head, self._head = self._head, None
+            head = self._head
+            self._head = None
             # the replica leaves: others are there
             if head["status"] == 503 and b'"shutting_down"' in message.get("body", b""):
                 raise ReplicaLost
@@ -105,7 +106,9 @@ class _Answer:
 
 class Ingress:
     def __init__(self, replicas: ReplicaSet, settings: ServerSettings, retries: int, wait: float) -> None:
-        self._replicas, self._retries, self._wait = replicas, retries, wait
+        self._replicas = replicas
+        self._retries = retries
+        self._wait = wait
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:

@@ -26,7 +26,8 @@ def prefix_keys(body: bytes) -> tuple[bytes, ...]:
     if not starts:
         return ()
     begin = min(starts)
-    keys, chain = [], b""
+    keys = []
+    chain = b""
     for at in range(begin, min(len(body), begin + BLOCK * BLOCKS) - BLOCK + 1, BLOCK):
         chain = hashlib.blake2b(chain + body[at : at + BLOCK], digest_size=8).digest()
         keys.append(chain)

@@ -14,7 +14,8 @@ from .prefix import PrefixMap, rank
 
 class PrefixRouter(RequestRouter):
     def initialize_state(self, slack: int, by_prefix: bool) -> None:  # type: ignore[override]
-        self._slack, self._by_prefix = slack, by_prefix
+        self._slack = slack
+        self._by_prefix = by_prefix
         self._map: PrefixMap[ReplicaID] = PrefixMap()
 
     async def choose_replicas(

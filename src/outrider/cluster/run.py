@@ -91,7 +91,8 @@ def deploy(config: ClusterConfig, ours: bool) -> None:
 def need_room(config: ClusterConfig) -> None:
     """Refuses replicas that do not fit on a cluster that cannot grow: they would never start."""
     for what, each in (("cpu", config.cpus_per_replica), ("gpu", config.gpus_per_replica or 0.0)):
-        have, need = ray.cluster_resources().get(what.upper(), 0.0), config.replicas.low * each
+        have = ray.cluster_resources().get(what.upper(), 0.0)
+        need = config.replicas.low * each
         asked = f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s"
         more = f"lower one of them, or start Ray with more: ray start --head --num-{what}s {need:g}"
         require(need <= have, f"{asked} and Ray has {have:g}; {more}")

@@ -74,7 +74,8 @@ class Totals(Collector):
                 sums[key] += value
         for key, total in family_of.items():
             total.add_sample(key[0], dict(key[1]), sums[key])
-        there, ready = len(replicas), sum(s.healthy for s in replicas)
+        there = len(replicas)
+        ready = sum(s.healthy for s in replicas)
         gauges = [GaugeMetricFamily("outrider_cluster_replicas", "Replicas that answer.", value=there)]
         gauges.append(GaugeMetricFamily("outrider_cluster_replicas_ready", "Replicas whose engine runs.", value=ready))
         return [*out.values(), *gauges]

@@ -61,7 +61,9 @@ class AdapterPool:
 
     def __init__(self, model: TextModel, load: Callable[[str, str], Adapter], max_adapters: int = 8):
         """load(name, path): reads an adapter for this model."""
-        self.model, self.load, self.max_adapters = model, load, max_adapters
+        self.model = model
+        self.load = load
+        self.max_adapters = max_adapters
         self.paths: dict[str, str] = {}
         self._loaded: dict[str, Adapter] = {}  # least recently used first
         self._names = weight_names(model)
@@ -97,7 +99,8 @@ class AdapterPool:
 
     def get(self, name: str) -> Adapter:
         with self._lock:
-            path, adapter = self.paths.get(name), self._loaded.get(name)
+            path = self.paths.get(name)
+            adapter = self._loaded.get(name)
         if path is None:
             raise OutriderError(self._unknown(name))
         if adapter is None:

@@ -29,7 +29,8 @@ class GraphPool:
 
     def handle(self) -> torch.cuda._POOL_HANDLE:
         if self.anchor is None:
-            self._handle, self.anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            self._handle = torch.cuda.graph_pool_handle()
+            self.anchor = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.anchor, pool=self._handle, capture_error_mode="thread_local"):
                 self.mark = torch.zeros(1, device=self.device)
         return self._handle
@@ -70,7 +71,8 @@ class GraphCache(Generic[KeyT, GraphT]):
     """Graphs by key, all in one pool of memory, and the keys that could not be captured, which are not tried again."""
 
     def __init__(self, device: torch.device, pool: GraphPool):
-        self.device, self.pool = device, pool
+        self.device = device
+        self.pool = pool
         self.graphs: dict[KeyT, GraphT] = {}
         self.refused: set[KeyT] = set()
 

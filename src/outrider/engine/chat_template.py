@@ -23,7 +23,10 @@ if __name__ != "__main__":  # the process itself imports nothing of this package
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-SECONDS, MEMORY, OUTPUT = 2.0, 512 << 20, 16 << 20  # limits of one rendering: CPU time, bytes, characters
+# limits of one rendering: CPU time, bytes, characters
+SECONDS = 2.0
+MEMORY = 512 << 20
+OUTPUT = 16 << 20
 # Names that a template's variables can't have: what it writes as control tokens, and what the sandbox itself
 # defines.
 RESERVED = frozenset(

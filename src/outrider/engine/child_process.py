@@ -32,7 +32,8 @@ class ChildProcess:
     def __init__(self, script: str, setup: Callable[[], bytes] | None = None, seconds: float | None = None) -> None:
         """script: a file that imports nothing of this package, or the name of a module of it. seconds: how long one
         call may take, by the clock, once the process has started."""
-        self._script, self._setup = script, setup
+        self._script = script
+        self._setup = setup
         self._seconds = None if seconds is None else max(1e-3, seconds)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,7 +121,8 @@ class ChildProcess:
         return bytes(data)
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.wait()

@@ -74,7 +74,8 @@ class CycleInput:
 
     @property
     def positions(self) -> Tensor:
-        rows, tree = self.rows, self.tree
+        rows = self.rows
+        tree = self.tree
         return rows.positions(self.position) if tree is None else self.position[rows.seq] + tree.depth
 
 
@@ -106,9 +107,11 @@ def cycle(
 
     kv = pages.view(x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
     if x.tree is not None:
-        kv.kv_slots, kv.ancestors = rows.positions(x.position), x.tree.ancestors
+        kv.kv_slots = rows.positions(x.position)
+        kv.ancestors = x.tree.ancestors
     out = model.forward(ids, kv, drafter.taps if drafter is not None else ())  # K/V written
-    features, logits = out.features, model.logits(out.hidden)  # [R, H·(1 + taps)], [R, V]
+    features = out.features  # [R, H·(1 + taps)]
+    logits = model.logits(out.hidden)  # [R, V]
 
     verdict = verify(logits, draft, x)
     if override is not None:
@@ -127,10 +130,13 @@ def cycle(
 
 def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
     """Keeps a tree's accepted path as the drafter's context; past its end the last row is repeated at its position."""
-    rows, device = out.verdict.rows, x.position.device
+    rows = out.verdict.rows
+    device = x.position.device
     assert rows is not None
-    (size, wide), at = rows.shape, (x.rows.start[:-1, None] + rows).reshape(-1)
-    seq, start = torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device)
+    size, wide = rows.shape
+    at = (x.rows.start[:-1, None] + rows).reshape(-1)
+    seq = torch.arange(size, device=device)
+    start = torch.arange(size + 1, dtype=torch.int32, device=device)
     depth = torch.minimum(torch.arange(wide, device=device), out.verdict.accepted[:, None])  # [B, D + 1]
     positions = (x.position[:, None] + depth).reshape(-1)
     kv = pages.view(positions, seq.repeat_interleave(wide), start * wide, wide, x.max_context)
@@ -141,7 +147,9 @@ def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
 def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     """The target's choice at every row, by (seed, position) alone; drafts are accepted while they equal it. In a tree
     (SpecInfer, Miao et al. 2023) a row sees its own ancestors, and the path follows children that hold the choice."""
-    rows, sampling, tree = x.rows, x.sampling, x.tree
+    rows = x.rows
+    sampling = x.sampling
+    tree = x.tree
     position = x.positions + 1 if sampling.any_sampled else x.position  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
     if tree is not None:

@@ -88,8 +88,10 @@ class Inputs:
     @staticmethod
     def of(device: torch.device, idle: int, rows: int) -> Inputs:
         zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-        by_host, ranges = zeros(rows, dtype=torch.bool), zeros(2 * rows, 3, dtype=torch.int32)
-        guesses, drafted = zeros(rows, KNOWN), zeros(rows, MAX_DRAFT)
+        by_host = zeros(rows, dtype=torch.bool)
+        ranges = zeros(2 * rows, 3, dtype=torch.int32)
+        guesses = zeros(rows, KNOWN)
+        drafted = zeros(rows, MAX_DRAFT)
         return Inputs(zeros(rows) + idle, zeros(rows), zeros(rows) + 1, by_host, zeros(rows), guesses, drafted, ranges)
 
     def known(self, batch: int, k: int, length: Tensor) -> Tensor:
@@ -107,7 +109,9 @@ class Output:
 
     @staticmethod
     def of(key: Key, device: torch.device) -> Output:
-        rows, n, told = key.batch * (key.drafted + 1), key.asks.logprobs, key.k + key.nodes + 2 if key.nodes else 0
+        rows = key.batch * (key.drafted + 1)
+        n = key.asks.logprobs
+        told = key.k + key.nodes + 2 if key.nodes else 0
         return Output(
             torch.zeros((key.batch, key.k + 2 + told), dtype=torch.int64, device=device),
             torch.zeros((rows, 1 + 2 * n), device=device) if n >= 0 else None,
@@ -138,14 +142,20 @@ class DecodeStep:
     advance: bool = True
 
     def __post_init__(self) -> None:
-        b, device = self.key.batch, self.out.tokens.device
+        b = self.key.batch
+        device = self.out.tokens.device
         self.rows = Rows.of((self.key.drafted,) * b, device)
-        self.slots, self.limit, self.cap = self.inputs.slots[:b], self.inputs.limit[:b], self.inputs.cap[:b]
+        self.slots = self.inputs.slots[:b]
+        self.limit = self.inputs.limit[:b]
+        self.cap = self.inputs.cap[:b]
         self.each = torch.arange(b, device=device)
         self.each_start = torch.arange(b + 1, dtype=torch.int32, device=device)
 
     def _guess(self, last: Tensor, length: Tensor, pages: KVPages, sampling: SamplingBatch) -> Draft | TreeRows:
-        key, b, k, inputs = self.key, self.key.batch, self.key.k, self.inputs
+        key = self.key
+        b = self.key.batch
+        k = self.key.k
+        inputs = self.inputs
         if self.propose is not None:
             return self.propose(last, length)
         if key.source == "drafted":
@@ -166,9 +176,17 @@ class DecodeStep:
         return Draft(tokens, self.limit)
 
     def __call__(self) -> Tensor | None:
-        key, b, k, state, slots, rows = self.key, self.key.batch, self.key.k, self.state, self.slots, self.rows
-        model, drafter, out = self.model, self.drafter, self.out
-        last, length = state.last.index_select(0, slots), state.position.index_select(0, slots)
+        key = self.key
+        b = self.key.batch
+        k = self.key.k
+        state = self.state
+        slots = self.slots
+        rows = self.rows
+        model = self.model
+        drafter = self.drafter
+        out = self.out
+        last = state.last.index_select(0, slots)
+        length = state.position.index_select(0, slots)
         # gathered once: drafter and target look through them at different positions
         pages = self.store.pages_of(slots, key.context)
         sampling = state.sampling.select(slots, length, FILTERS[key.choosing], key.asks)
@@ -181,9 +199,11 @@ class DecodeStep:
             x.masks = lambda drafts: allowed(bits[: b * (k + 1)], model.config.vocab_size)
         draft = self._guess(last, length, pages, sampling) if k else None
         if isinstance(draft, TreeRows):
-            x.tree, draft = draft, Draft(draft.tokens, self.limit)
+            x.tree = draft
+            draft = Draft(draft.tokens, self.limit)
         done = cycle(model, pages, draft, drafter, x, self.override)
-        verdict, told = done.verdict, [done.verdict.tokens]
+        verdict = done.verdict
+        told = [done.verdict.tokens]
         if drafter is not None and drafter.kv_specs:
             drafter.extend(done.streams, done.kv, done.following)
         if x.tree is not None and verdict.rows is not None:

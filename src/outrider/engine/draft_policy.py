@@ -32,7 +32,9 @@ class DraftPolicy:
         """What this request may draft, as far as it is the same in every step. Drafts are chains where a row could have
         other bits in a tree (the backend says). Trees that were not requested must be fast (the executor says) and pay:
         on a CPU only where tokens are drawn (docs/drafting.md); on a GPU rows cost little."""
-        request, params, spec = seq.request, seq.request.params, self.spec
+        request = seq.request
+        params = seq.request.params
+        spec = self.spec
         members = self.drafter.members if self.drafter is not None else ()
         seq.offered = {one.name: one.max_tokens for one in members if request.drafter in (True, one.name)}
         asked = request.draft_tokens if request.draft_tokens is not None else spec.draft_tokens
@@ -76,7 +78,9 @@ class DraftPolicy:
         return plan._replace(k=k, nodes=nodes if nodes > 1 else 0) if k else NO_DRAFT
 
     def _context(self, seq: Seq, widest: int) -> DraftContext:
-        left, context, adapter = seq.remaining, len(seq.tokens), adapter_of(seq)
+        left = seq.remaining
+        context = len(seq.tokens)
+        adapter = adapter_of(seq)
         if seq.draft_tokens is not None:
             return DraftContext(seq.id, {}, 0, left, context, True, adapter=adapter)
         most = self._max_draft_len(seq, widest)

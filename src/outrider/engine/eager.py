@@ -50,7 +50,8 @@ class EagerExecutor(Executor):
             self.runner.prompts(batch.prompts)
         pending = PendingStep(self, batch, self.runner.clock())
         if batch.decode:
-            pending.payload, scheduled = self._run(batch), batch.decode
+            pending.payload = self._run(batch)
+            scheduled = batch.decode
             pending.width = sum(each.drafted for each in pending.payload) / len(scheduled)
             pending.context = sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
         return pending
@@ -60,11 +61,13 @@ class EagerExecutor(Executor):
 
     @torch.inference_mode()
     def _run(self, batch: StepBatch) -> list[Emitted]:
-        runner, scheduled = self.runner, batch.decode
+        runner = self.runner
+        scheduled = batch.decode
         seqs = [item.seq for item in scheduled]
         runner.catch_up(seqs)
         x = self._input(scheduled, runner.sampling(seqs))
-        draft, ks = None, [item.plan.k for item in scheduled]
+        draft = None
+        ks = [item.plan.k for item in scheduled]
         widths = tuple(item.plan.max_drafted for item in scheduled)
         if x.rows.k:
             draft = self.propose(scheduled, x, batch.trust)
@@ -79,7 +82,8 @@ class EagerExecutor(Executor):
         parents: list[Sequence[int]] = [range(k) for k in ks]  # of chains
         if draft is not None and draft.trees is not None:
             trees = [DraftTree(tree.tokens[:k], tree.parents[:k]) for tree, k in zip(draft.trees, ks)]
-            x.tree, parents = TreeRows.of(trees, draft.tokens), [tree.parents for tree in trees]
+            x.tree = TreeRows.of(trees, draft.tokens)
+            parents = [tree.parents for tree in trees]
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
             trees_of = lambda drafts: list(map(DraftTree, drafts.tolist(), parents))  # noqa: E731
@@ -92,7 +96,9 @@ class EagerExecutor(Executor):
         if runner.drafter is not None and runner.drafter.kv_specs:
             runner.extend(scheduled, out.streams, out.kv, out.following)
         runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, out.verdict.counts)
-        tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only host sync of a cycle
+        # the only host sync of a cycle
+        tokens = out.verdict.tokens.tolist()
+        counts = out.verdict.counts.tolist()
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         chances = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
@@ -126,11 +132,13 @@ class EagerExecutor(Executor):
             table = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist()
             start = range(0, len(seqs) * width, width)
         else:
-            table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
+            table = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist()
+            start = rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
     def _input(self, scheduled: Scheduled, sampling: SamplingBatch) -> CycleInput:
-        device, lines = self.runner.device, [(x.slot, x.seq.tokens[-1], x.start) for x in scheduled]
+        device = self.runner.device
+        lines = [(x.slot, x.seq.tokens[-1], x.start) for x in scheduled]
         slots, last, position = (torch.tensor(values, device=device) for values in zip(*lines))
         rows = Rows.of(tuple(item.plan.max_drafted for item in scheduled), device)
         reach = max(item.start + 1 + item.plan.max_drafted for item in scheduled)
@@ -138,7 +146,8 @@ class EagerExecutor(Executor):
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
     def propose(self, scheduled: Scheduled, x: CycleInput, trust: Trust) -> Draft:
-        k, device = x.rows.k, self.runner.device
+        k = x.rows.k
+        device = self.runner.device
         by_drafter: dict[str | None, list[int]] = {}
         for i, item in enumerate(scheduled):
             if item.plan.k and item.guess is None:
@@ -189,7 +198,8 @@ class EagerExecutor(Executor):
         return [DraftResult(tokens, likely or [], length) for tokens, likely, length in made]
 
     def _checked(self, draft: Draft, scheduled: Scheduled) -> Draft:
-        size, k = len(scheduled), max(item.plan.k for item in scheduled)
+        size = len(scheduled)
+        k = max(item.plan.k for item in scheduled)
         if draft.trees is not None:
             if not all(0 <= parent <= j for tree in draft.trees for j, parent in enumerate(tree.parents)):
                 raise ValueError("a tree whose tokens do not follow one another")
@@ -204,17 +214,21 @@ class EagerExecutor(Executor):
         assert self.runner.drafter is not None
         drafter = self.runner.drafter.member(scheduled[which[0]].plan.drafter)
         if len(which) < len(scheduled):
-            at, scheduled = torch.tensor(which, device=self.runner.device), [scheduled[i] for i in which]
+            at = torch.tensor(which, device=self.runner.device)
+            scheduled = [scheduled[i] for i in which]
             x = replace(x, slots=x.slots[at], last=x.last[at], position=x.position[at], sampling=x.sampling.select(at))
-        ids, tokens = [item.seq.id for item in scheduled], [item.seq.tokens for item in scheduled]
+        ids = [item.seq.id for item in scheduled]
+        tokens = [item.seq.tokens for item in scheduled]
         batch = self._draft_batch(drafter, ids, tokens, x)
-        batch.plans, batch.trust = [item.plan for item in scheduled], trust.get(drafter.name)
+        batch.plans = [item.plan for item in scheduled]
+        batch.trust = trust.get(drafter.name)
         return drafter.propose(batch, max(item.plan.k for item in scheduled))
 
     def _draft_batch(
         self, drafter: Drafter, ids: Sequence[str], tokens: Sequence[Sequence[int]], x: CycleInput
     ) -> DraftBatch:
-        runner, (each, start) = self.runner, (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
+        runner = self.runner
+        each, start = (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
         # the longest draft of the batch may reach further than a sequence's own
         reach = x.max_context + (max(drafter.block_rows, x.rows.k) if drafter.kv_specs else 0)
         kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, reach)
@@ -225,11 +239,13 @@ class EagerExecutor(Executor):
     # ---- timing
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
-        runner, drafter = self.runner, self.runner.drafter
+        runner = self.runner
+        drafter = self.runner.drafter
         slots = torch.tensor(runner.scratch_slots(batch, context + k + 1), device=runner.device)
         position = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
         sampling = sampling_batch([SamplingParams()] * batch, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
-        last, rows = torch.zeros_like(position), Rows.of((k,) * batch, runner.device)
+        last = torch.zeros_like(position)
+        rows = Rows.of((k,) * batch, runner.device)
         x = CycleInput(rows, slots, last, position, sampling, runner.model.ops, context + k + 1)
         if part == VERIFY:
             draft = Draft(last[:, None].expand(batch, k), torch.full_like(position, k)) if k else None
@@ -240,7 +256,8 @@ class EagerExecutor(Executor):
             return
         assert drafter is not None
         drafter = drafter.member(part.drafter)
-        ids, unread = [f"scratch {i}" for i in range(batch)], READING if part.kind == "reading" else 0
+        ids = [f"scratch {i}" for i in range(batch)]
+        unread = READING if part.kind == "reading" else 0
         for name in ids:  # time its round, not the reading of the text
             drafter.assume(name, [0] * max(0, context - unread))
         drafter.propose(self._draft_batch(drafter, ids, [[0] * (context + 1)] * batch, x), k).tokens.tolist()

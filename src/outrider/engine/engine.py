@@ -72,12 +72,19 @@ class Engine:
         controller: Controller,
         kv: KVOptions = KVOptions(),
     ):
-        self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
-        self.drafter, self.clock, self.device = drafter, time.perf_counter, model.device
-        self.can, self.image_rows = model.ops.capabilities, kv.image_rows
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.spec = spec
+        self.drafter = drafter
+        self.clock = time.perf_counter
+        self.device = model.device
+        self.can = model.ops.capabilities
+        self.image_rows = kv.image_rows
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
-        dtype, own = kv.dtype or model.dtype, drafter.kv_specs if drafter is not None else ()
+        dtype = kv.dtype or model.dtype
+        own = drafter.kv_specs if drafter is not None else ()
         budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, own))
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
@@ -117,18 +124,25 @@ class Engine:
     @property
     def metrics(self) -> Metrics:
         """The counters so far; thread-safe."""
-        found, store, scheduler = self._metrics, self.store, self.scheduler
-        found.running, found.waiting = len(scheduler.running), len(scheduler.waiting)
-        found.preemptions, found.prefill_seconds = scheduler.preemptions, self.runner.prompt_seconds
+        found = self._metrics
+        store = self.store
+        scheduler = self.scheduler
+        found.running = len(scheduler.running)
+        found.waiting = len(scheduler.waiting)
+        found.preemptions = scheduler.preemptions
+        found.prefill_seconds = self.runner.prompt_seconds
         if store.disk is not None:
-            found.prefix_pages_read, found.prefix_pages_written = store.disk.pages_read, store.disk.pages_written
+            found.prefix_pages_read = store.disk.pages_read
+            found.prefix_pages_written = store.disk.pages_written
         found.free_pages = {name: group.pool.free for name, group in store.groups.items()}
         found.kv_bytes = store.taken()
         return found
 
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one supports everything."""
-        runner, drafter, made = self.runner, self.drafter, list[Executor]()
+        runner = self.runner
+        drafter = self.drafter
+        made = list[Executor]()
         if self.graphs and (drafter is None or drafter.in_graph):
             widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
             budget = self.kv_budget
@@ -153,11 +167,14 @@ class Engine:
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:
-        vocab, prompt = self.model.config.vocab_size, request.prompt
+        vocab = self.model.config.vocab_size
+        prompt = request.prompt
         require(len(prompt) > 0, "the prompt is empty: give at least one token")
         wrong = min(prompt) if min(prompt) < 0 else max(prompt)
         require(0 <= wrong < vocab, f"prompt token id {wrong} is outside the vocabulary (0..{vocab - 1})")
-        size, context, most = len(prompt), self.max_context, self.model.config.max_context
+        size = len(prompt)
+        context = self.max_context
+        most = self.model.config.max_context
         more = f" or raise --max-context (the model knows up to {most})" if context < most - 1 else ""
         require(size < context, f"prompt has {size} tokens; the context holds {context}: shorten it{more}")
         for span in request.images:
@@ -260,13 +277,15 @@ class Engine:
             log.warning(self.policy.controller.warnings.pop(0))
         self._metrics.steps += 1
         self._metrics.step_seconds += self.clock() - began
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _launched(self, pending: PendingStep) -> None:
         """Prompt chunks count as computed: later work on the device runs after them."""
         for item in pending.batch.prompts:
-            seq, end = item.seq, item.start + item.count
+            seq = item.seq
+            end = item.start + item.count
             seq.computed = end
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
@@ -277,10 +296,12 @@ class Engine:
 
     def _complete(self) -> None:
         """Read the step in flight and commit it. Sequences that have ended or were preempted since get nothing."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
-        emitted, now = pending.executor.read(pending), self.clock()
+        emitted = pending.executor.read(pending)
+        now = self.clock()
         for i, (item, brought) in enumerate(zip(pending.batch.decode, emitted)):
             if pending.inflight_tokens:
                 if item.seq.cache is not pending.holders[i]:
@@ -291,12 +312,17 @@ class Engine:
 
     def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
         """Append the accepted tokens to the sequence, cut at the end of the output, and return the event."""
-        seq, tokens, drafted, tree = item.seq, brought.tokens, brought.drafted, brought.branches
+        seq = item.seq
+        tokens = brought.tokens
+        drafted = brought.drafted
+        tree = brought.branches
         accepted = len(tokens) - 1
         taken = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
         n = len(taken.texts)
         if seq.first_token_at is None:
-            seq.first_token_at, seq.stats.ttft_s, seq.stats.first_emitted = now, now - seq.arrived, n
+            seq.first_token_at = now
+            seq.stats.ttft_s = now - seq.arrived
+            seq.stats.first_emitted = n
         seq.stats.decode_s = now - seq.first_token_at
         self._metrics.count(seq, n, brought, item.plan.drafter)
         self.policy.controller.observe(seq.id, item.plan.drafter, drafted, accepted, brought.confidence, tree)
@@ -307,7 +333,9 @@ class Engine:
             kinds = ["plain"]
         logprobs = brought.logprobs
         if n <= accepted:
-            tokens, kinds, logprobs = tokens[:n], kinds[:n], logprobs[:n] if logprobs is not None else None
+            tokens = tokens[:n]
+            kinds = kinds[:n]
+            logprobs = logprobs[:n] if logprobs is not None else None
         seq.tokens += tokens
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
@@ -315,14 +343,16 @@ class Engine:
             seq.ngram.extend(tokens)
         event = Event(seq.id, tokens, kinds, taken.texts, logprobs, tree=tree, drafts=brought.drafts)
         if taken.finish is not None:
-            event.error, event.stopped_by = taken.error, taken.stopped_by
+            event.error = taken.error
+            event.stopped_by = taken.stopped_by
             self._finish(seq, event, taken.finish)
         else:
             self.store.commit(seq.held, seq.computed)
             self._events.append(event)
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> None:
-        event.finish_reason, event.stats = reason, seq.stats
+        event.finish_reason = reason
+        event.stats = seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.can.prompts_independent:
             end = seq.computed - seq.computed % self.config.page_size
             try:

@@ -25,7 +25,8 @@ WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 # Processor time of one request's masks: seconds for each, and for all of them together at first. An ordinary mask takes
 # 0.02 to 0.5 ms; an ambiguous grammar takes longer with every token, 400 ms after forty of them, and all sequences of
 # the batch wait for it.
-MASK_SECONDS, MASK_BURST = 0.002, 0.25
+MASK_SECONDS = 0.002
+MASK_BURST = 0.25
 REHEARSED = 48  # tokens that a grammar is tested with before it is served
 
 
@@ -34,10 +35,14 @@ class GrammarMatcher:
     tokens only, and the engine ends this request alone."""
 
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._start, self._inner = start, start.deep_copy()
+        self._start = start
+        self._inner = start.deep_copy()
         self._taken: list[int] = []  # committed tokens, to restore the state after a draft broke the parser
-        self._vocab, self._eos = vocab_size, list(eos_ids)
-        self._masks, self._spent = 0, 0.0  # computed so far, and their processor time
+        self._vocab = vocab_size
+        self._eos = list(eos_ids)
+        # computed so far, and their processor time
+        self._masks = 0
+        self._spent = 0.0
         self.failed: str | None = None
 
     @property
@@ -83,8 +88,10 @@ class GrammarMatcher:
 
     def _replay(self) -> None:
         """Restore the state before the draft; a parser that has failed cannot roll back."""
-        taken, self._taken = self._taken, []
-        self._inner, self.failed = self._start.deep_copy(), None
+        taken = self._taken
+        self._taken = []
+        self._inner = self._start.deep_copy()
+        self.failed = None
         self.advance(taken)
 
     def _fail(self, why: str) -> None:
@@ -103,7 +110,8 @@ class GrammarMatcher:
         if not self.done:
             began = time.thread_time()
             self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self._masks, self._spent = self._masks + 1, self._spent + time.thread_time() - began
+            self._masks = self._masks + 1
+            self._spent = self._spent + time.thread_time() - began
             if self._inner.is_error():
                 self._fail(self._inner.get_error())
             elif self.slow:
@@ -127,7 +135,8 @@ class CompiledGrammar:
 
     def rehearse(self) -> None:
         """Refuse a grammar that compiles fast and has slow masks: follow a few allowed tokens."""
-        matcher, rng = self.matcher(), random.Random(0)
+        matcher = self.matcher()
+        rng = random.Random(0)
         for _ in range(REHEARSED):
             allowed = unpacked(matcher.bits([]), self.vocab_size)[0]
             if matcher.slow:
@@ -149,7 +158,8 @@ class GrammarCompiler:
             raise OutriderError("structured output needs llguidance: pip install 'outrider[serve]'") from e
         self._ll = llguidance
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
-        self._vocab, self._eos = vocab_size, tuple(eos_ids)
+        self._vocab = vocab_size
+        self._eos = tuple(eos_ids)
 
     def compile(self, grammar: str) -> CompiledGrammar:
         """A grammar in llguidance's own form. Time and memory are unbounded: the caller must limit them."""

@@ -13,9 +13,13 @@ from typing import get_args
 from .decode import Choosing, Key
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-NEAR_CONTEXT, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
+# positions of the nearest context, and how many times as far the next one reaches
+NEAR_CONTEXT = 2048
+FURTHER = 4
 FAR_BATCH = 16  # sequences for which a server captures the second context at start
-OFTEN, FEW_SEQS = 64, 8  # steps; sequences that cost about as much as one
+# steps; sequences that cost about as much as one
+OFTEN = 64
+FEW_SEQS = 8
 WAYS: tuple[Choosing, ...] = get_args(Choosing)  # each includes the features of the earlier ones
 
 

@@ -37,7 +37,8 @@ log = logging.getLogger("outrider")
 NODES = 7, TIMED
 # Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
 # of the keys.
-TOGETHER, APART = 8, 1 << 18
+TOGETHER = 8
+APART = 1 << 18
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -81,10 +82,13 @@ def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
 
 def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
     """The result of the i-th sequence of a step with trees; `line` is its row of `Output.tokens`."""
-    tokens, wide, count = line[: line[-1]], key.k + 1, line[-1]
+    tokens = line[: line[-1]]
+    wide = key.k + 1
+    count = line[-1]
     if not item.plan.k:
         return Emitted(tokens)
-    path, first = line[wide + 1 : wide + count], i * (key.nodes + 1)
+    path = line[wide + 1 : wide + count]
+    first = i * (key.nodes + 1)
     parents = [row - first for row in line[2 * wide + 1 : -1]]
     return Emitted(tokens, key.nodes, branches=VerifiedTree.of(parents, path))
 
@@ -108,7 +112,10 @@ class GraphExecutor(Executor):
         """pass_rows, packed_rows: as `KVBudget` has them. widths: the K that a server's steps will have."""
         drafter = runner.drafter
         assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
-        self.runner, self.device, self.drafter, self.can = runner, runner.device, drafter, capabilities
+        self.runner = runner
+        self.device = runner.device
+        self.drafter = drafter
+        self.can = capabilities
         self.trees = drafter is not None and capabilities.trees and drafter.max_nodes(1) > 0
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         self.state = State.of(runner.features, runner.slot_sampling)
@@ -146,7 +153,8 @@ class GraphExecutor(Executor):
         if wanted is None:
             return None
         key = self._stand_in(wanted) if self.fixed else wanted
-        graph, draft = self.capture(key), None
+        graph = self.capture(key)
+        draft = None
         if key.k and key.asks.grammar:
             source = self._source(batch.decode) if any(item.plan.k for item in batch.decode) else "host"
             name = self._named(batch.decode)
@@ -198,7 +206,8 @@ class GraphExecutor(Executor):
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
         # A server may run chains in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
-        adapted, batch = any([item.seq.adapter is not None for item in scheduled]), self.can.bucket(len(scheduled))
+        adapted = any([item.seq.adapter is not None for item in scheduled])
+        batch = self.can.bucket(len(scheduled))
         name = self._named(scheduled) if source in ("drafter", "both") else None
         return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted, name)
 
@@ -249,7 +258,9 @@ class GraphExecutor(Executor):
         self.inputs.limit.fill_(0)
         self.inputs.cap.fill_(1)
         self._uploaded.clear()
-        out, runner, model = Output.of(key, self.device), self.runner, self.runner.model
+        out = Output.of(key, self.device)
+        runner = self.runner
+        model = self.runner.model
         if key.adapted and runner.adapters is not None:
             ranges = row_ranges([-1] * key.batch, [key.drafted + 1] * key.batch)
             self._put("ranges", self.inputs.ranges, ranges)
@@ -286,7 +297,8 @@ class GraphExecutor(Executor):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         assert isinstance(plan, GraphPlan)
-        batch, before = plan.batch, self.prefill_graphs.ran
+        batch = plan.batch
+        before = self.prefill_graphs.ran
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
         pending = PendingStep(self, batch, self.runner.clock(), self.prefill_graphs.ran - before)
@@ -298,7 +310,9 @@ class GraphExecutor(Executor):
         if key.asks.grammar:
             self._mask(batch.decode, key, plan.draft)
         pending.payload = self._replay(plan.graph)
-        pending.width, pending.context, pending.tree = key.k, plan.context, key.nodes > 0
+        pending.width = key.k
+        pending.context = plan.context
+        pending.tree = key.nodes > 0
         pending.inflight_tokens = [item.plan.k + 1 for item in batch.decode]
         pending.holders = [item.seq.held for item in batch.decode]
         return pending
@@ -306,7 +320,8 @@ class GraphExecutor(Executor):
     def _replay(self, captured: CapturedGraph) -> Copied:
         captured.graph.replay()
         captured.hosts.reverse()
-        host, out = captured.hosts[0], captured.out
+        host = captured.hosts[0]
+        out = captured.out
         host.tokens.copy_(out.tokens, non_blocking=True)
         if host.logprobs is not None and out.logprobs is not None:
             host.logprobs.copy_(out.logprobs, non_blocking=True)
@@ -317,7 +332,8 @@ class GraphExecutor(Executor):
         return Copied(captured.key, host, event)
 
     def read(self, pending: PendingStep) -> list[Emitted]:
-        copied, scheduled = pending.payload, pending.batch.decode
+        copied = pending.payload
+        scheduled = pending.batch.decode
         if not isinstance(copied, Copied):
             return []
         if copied.event is not None:
@@ -327,9 +343,12 @@ class GraphExecutor(Executor):
             return [branched(i, item, line, copied.key) for i, (item, line) in enumerate(zip(scheduled, lines))]
         if copied.host.logprobs is None:
             return [Emitted(line[: line[-1]], item.plan.k) for item, line in zip(scheduled, lines)]
-        out, width, rows = [], len(lines[0]) - 1, copied.host.logprobs.tolist()
+        out = []
+        width = len(lines[0]) - 1
+        rows = copied.host.logprobs.tolist()
         for i, (item, line) in enumerate(zip(scheduled, lines)):
-            tokens, top = line[: line[-1]], item.seq.request.params.logprobs
+            tokens = line[: line[-1]]
+            top = item.seq.request.params.logprobs
             likely = None if top is None else logprobs(rows[i * width :], tokens, top)
             out.append(Emitted(tokens, item.plan.k, likely))
         return out
@@ -350,7 +369,8 @@ class GraphExecutor(Executor):
                 copied.event.synchronize()
             drafts = copied.host.tokens[: len(scheduled), : key.k].tolist()
         assert self.bits is not None
-        width, seqs = key.k + 1, [item.seq for item in scheduled]
+        width = key.k + 1
+        seqs = [item.seq for item in scheduled]
         if self._uploaded.get("bits") != (width, *seqs):  # rows of sequences without a grammar allow everything
             self.bits[: key.batch * width].fill_(-1)
             self._uploaded["bits"] = (width, *seqs)
@@ -372,7 +392,8 @@ class GraphExecutor(Executor):
             where, last, position = upload([*zip(*told)], torch.int64, self.device)
             self.state.last.index_copy_(0, where, last)
             self.state.position.index_copy_(0, where, position)
-        fill, inputs = key.batch - len(scheduled), self.inputs
+        fill = key.batch - len(scheduled)
+        inputs = self.inputs
         self._put("slots", inputs.slots, [item.slot for item in scheduled] + [self.idle] * fill)
         self._put("cap", inputs.cap, [self._furthest] * len(scheduled) + [1] * fill)
         self._put("limit", inputs.limit, [item.plan.k for item in scheduled] + [0] * fill)
@@ -397,12 +418,14 @@ class GraphExecutor(Executor):
         return self.broken is None
 
     def prepare(self) -> str:
-        began, self._preparing = self.runner.clock(), True
+        began = self.runner.clock()
+        self._preparing = True
         for key in graph_dispatch.warmup_keys(*self._bounds, self._widths, self.names):
             self.capture(key)
             if self.runner.adapters is not None and self.runner.adapters.slots and self.runner.adapters.slots.weights:
                 self.capture(replace(key, adapted=True))
-        self._preparing, self.fixed = False, True
+        self._preparing = False
+        self.fixed = True
         if not self.cache.graphs:
             self.broken = "no step can be captured"
         passes = self.prefill_graphs.prepare()

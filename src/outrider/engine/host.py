@@ -31,7 +31,8 @@ class HostExecutor(Executor):
     name = "host"
 
     def __init__(self, runner: ModelRunner, cycle: CpuCycle):
-        self.runner, self.cycle = runner, cycle
+        self.runner = runner
+        self.cycle = cycle
         drafter = runner.drafter
         self.ahead = drafter if drafter is not None and drafter.host_rounds else None  # drafts before the call
         # drafts operation by operation
@@ -60,7 +61,8 @@ class HostExecutor(Executor):
         return Plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
-        batch, runner = plan.batch, self.runner
+        batch = plan.batch
+        runner = self.runner
         if batch.prompts:
             runner.prompts(batch.prompts)
         pending = PendingStep(self, batch, runner.clock())
@@ -70,9 +72,12 @@ class HostExecutor(Executor):
             if self.eager is not None:
                 runner.keep_unread([item.seq for item in batch.decode])
             ahead = self._draft_ahead(batch, sampling) if self.ahead is not None or self.eager is not None else {}
-            requests, inside = [], None
+            requests = []
+            inside = None
             for i, x in enumerate(batch.decode):
-                seq, each, guess = x.seq, x.plan, x.guess
+                seq = x.seq
+                each = x.plan
+                guess = x.guess
                 if i in ahead:
                     each = each._replace(k=min(each.k, ahead[i].length))
                     guess = ahead[i].tokens[: each.k]
@@ -101,9 +106,12 @@ class HostExecutor(Executor):
         if self.ahead is None:
             assert self.eager is not None
             return dict(zip(which, self.eager.drafts(scheduled, some, batch.trust)))
-        plans, trust = [x.plan for x in scheduled], batch.trust.get(self.ahead.name)
-        ids, tokens = [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled]
-        texts, k = DraftTexts(ids, tokens, some, plans=plans, trust=trust), max(plan.k for plan in plans)
+        plans = [x.plan for x in scheduled]
+        trust = batch.trust.get(self.ahead.name)
+        ids = [x.seq.id for x in scheduled]
+        tokens = [x.seq.tokens for x in scheduled]
+        texts = DraftTexts(ids, tokens, some, plans=plans, trust=trust)
+        k = max(plan.k for plan in plans)
         try:
             return dict(zip(which, self.ahead.draft_on_host(texts, k, len(batch.decode) == 1)))
         except Exception as error:
@@ -111,16 +119,21 @@ class HostExecutor(Executor):
             return dict.fromkeys(which, DraftResult([], [], 0))
 
     def read(self, pending: PendingStep) -> list[Emitted]:
-        scheduled, out, width, context = pending.batch.decode, [], 0, 0
+        scheduled = pending.batch.decode
+        out = []
+        width = 0
+        context = 0
         made = pending.payload or ()
         for item, (k, tokens, confidence, tree, rows, drafts) in zip(scheduled, made):  # type: ignore[call-overload]
             seq = item.seq
             top = logprobs(rows, tokens, seq.request.params.logprobs or 0) if rows is not None else None
             verified = VerifiedTree.of(*tree) if tree is not None else None
             out.append(Emitted(tokens, k, top, confidence, verified, drafts))
-            width, context = width + k, context + len(seq.tokens)
+            width = width + k
+            context = context + len(seq.tokens)
         if out:
-            pending.width, pending.context = width / len(out), context // len(out)
+            pending.width = width / len(out)
+            pending.context = context // len(out)
         return out
 
     def can_probe(self, part: CostPart) -> bool:
@@ -137,7 +150,8 @@ class HostExecutor(Executor):
         slots = self.runner.scratch_slots(batch, context + k + 1)
         self.runner.store.flush()
         if self.ahead is not None and part != VERIFY:
-            names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
+            names = [f"scratch {i}" for i in range(batch)]
+            text = [0] * (context + 1)
             unread = READING if part.kind == "reading" else 0
             for name in names:
                 self.ahead.assume(name, text[: max(0, context - unread)])
@@ -153,6 +167,7 @@ class HostExecutor(Executor):
                 self.runner.unread.read(slots)
             self.eager.probe(part, batch, k, context)
             guess = [0] * k
-        plan, block = DraftPlan(part.drafter, k), part.drafter is not None and part.drafter == self.block
+        plan = DraftPlan(part.drafter, k)
+        block = part.drafter is not None and part.drafter == self.block
         requests = [CycleRequest(slot, 0, context, plan, guess, block=block) for slot in slots]
         self.cycle.run(requests, sampling, None)

@@ -30,7 +30,9 @@ from .child_process import ChildLost, ChildProcess
 DECODE_SECONDS = 60.0  # of wall time for one file: on a busy machine a long decode gets little processor time
 MAX_BYTES = 64 << 20  # of one file
 MAX_PIXELS = 64_000_000  # of one image, by its header
-SMALL_PIXELS, SMALL_SECONDS = 1 << 21, 2.0  # a screenshot of 1920 x 1080, which takes a tenth of a second
+# a screenshot of 1920 x 1080, which takes a tenth of a second
+SMALL_PIXELS = 1 << 21
+SMALL_SECONDS = 2.0
 SPOILED = OutriderError("the image took too much memory or time to decode, and was refused")
 KEPT = 64  # images whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other pixels, other digests
@@ -50,15 +52,19 @@ def continued(ids: list[int], more: Sequence[int]) -> list[int]:
 
 class ImageEncoder:
     def __init__(self, model: VisionModel, tokens: int, max_images: int, max_pixels: int) -> None:
-        self.model, self.config, self.max_images = model, model.config, max_images
+        self.model = model
+        self.config = model.config
+        self.max_images = max_images
         self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
         self._kept: OrderedDict[bytes, ImageSpan] = OrderedDict()
-        self._lock, self._encoding = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._encoding = threading.Lock()
 
     def encode(self, image: object) -> ImageSpan:
         """A path, the bytes of a file, a data URL, a PIL image or uint8 [h, w, 3 or 4 or nothing]; as a span at 0."""
-        made, config = np.ascontiguousarray(self._pixels(image)), self.config
+        made = np.ascontiguousarray(self._pixels(image))
+        config = self.config
         long = max(made.shape[:2]) // (config.side if config.kind == "unified" else config.patch)
         if not config.square and long > config.positions:
             raise OutriderError(f"the image is too narrow: {long} patches long, and the model knows {config.positions}")
@@ -102,11 +108,14 @@ class ImageEncoder:
 
     def expand(self, ids: Sequence[int], images: Sequence[object]) -> ImagePrompt:
         """The prompt with every image token replaced by an image: there must be as many."""
-        config, out = self.config, ImagePrompt()
-        count, places = len(images), ids.count(config.placeholder_id)
+        config = self.config
+        out = ImagePrompt()
+        count = len(images)
+        places = ids.count(config.placeholder_id)
         require(count <= self.max_images, f"{count} images; at most {self.max_images} are allowed in a prompt")
         require(count == places, f"{count} images for {places} places in the prompt: does its template take images?")
-        spans, left = [], iter(images)
+        spans = []
+        left = iter(images)
         for i, token in enumerate(ids):
             if token != config.placeholder_id:
                 if token != config.eoi_id or not i or ids[i - 1] != config.placeholder_id:  # else it is there already
@@ -153,7 +162,8 @@ def as_array(image: object) -> np.ndarray:
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[object]]:
     """Messages for chat templates, with `{"type": "image"}` in place of each image, and the images in order."""
-    out, images = [], list[object]()
+    out = []
+    images = list[object]()
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
@@ -215,7 +225,8 @@ class DecodingProcess(ChildProcess):
             said = self.call(HEAD.pack(tokens, side, self._max_pixels) + data)
         except ChildLost:
             raise SPOILED from None
-        (good, height, width), body = REPLY.unpack_from(said), said[REPLY.size :]
+        good, height, width = REPLY.unpack_from(said)
+        body = said[REPLY.size :]
         if not good:
             raise OutriderError(body.decode("utf-8", "replace"))
         return np.frombuffer(body, np.uint8).reshape(height, width, 3)

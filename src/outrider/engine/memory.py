@@ -26,7 +26,8 @@ SHARE = 8  # one sequence's K/V may take an eighth of the free memory by default
 MIN_CONTEXT = 4096  # tokens; the smallest default, unless the model's limit is lower
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
 # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
-SUMMED, PIECES = 65, 88
+SUMMED = 65
+PIECES = 88
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,12 @@ class KVBudget:
     @classmethod
     def of(cls, config: EngineConfig, target: TextModel, dtype: torch.dtype, extra: Sequence[AttnSpec]) -> KVBudget:
         """For an engine with K/V of this type. extra: a drafter's own K/V layers."""
-        model, can, device = target.config, target.ops.capabilities, target.device
-        batch, passes, budget = config.max_batch or can.sequences, max_prefill_rows(model, can), None
+        model = target.config
+        can = target.ops.capabilities
+        device = target.device
+        batch = config.max_batch or can.sequences
+        passes = max_prefill_rows(model, can)
+        budget = None
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
@@ -111,7 +116,8 @@ def plan_kv_memory(
 ) -> KVBudget:
     """The configured context; if not configured, as much as the model supports and the memory holds. batch: number of
     sequences if not configured; budget: bytes for K/V on a GPU; extra: a drafter's own K/V layers."""
-    batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
+    batch = config.max_batch or batch
+    size = torch.empty((), dtype=dtype).element_size()
     specs = [*(model.layers[i].attn for i in model.kv_layers), *extra]
     each = [2 * attn.kv_heads * row_width(attn.head_dim, dtype) * size for attn in specs]  # bytes per position
     per_token = sum(each)

@@ -34,7 +34,9 @@ class Metrics(Counts):
     free_pages: dict[str, int] = field(default_factory=dict)
 
     def count(self, seq: Seq, emitted: int, brought: Emitted, drafter: str | None) -> None:
-        drafted, accepted, tree = brought.drafted, len(brought.tokens) - 1, brought.branches
+        drafted = brought.drafted
+        accepted = len(brought.tokens) - 1
+        tree = brought.branches
         depth = drafted if tree is None else tree.deepest
         for counts in (seq.stats, self):
             counts.new_tokens += emitted

@@ -68,7 +68,8 @@ class ModelRunner:
         """Run prompt chunks, packed into few passes, each with the same bits as alone: up to the number of independent
         rows, and long chunks only with long ones, which have other attention kernels. run: another way to run a pass,
         of at most `most` rows (0: as many as are independent)."""
-        can, at = self.model.ops.capabilities, 0
+        can = self.model.ops.capabilities
+        at = 0
         for item in scheduled if any(x.seq.request.images for x in scheduled) else ():
             if (span := item.seq.image_at(item.start)) is not None:
                 began = self.clock()
@@ -79,11 +80,14 @@ class ModelRunner:
         fit = min(most or can.independent_rows, can.independent_rows)
         scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
         while at < len(scheduled):
-            rows, end, long = scheduled[at].count, at + 1, scheduled[at].count > can.replay_rows
+            rows = scheduled[at].count
+            end = at + 1
+            long = scheduled[at].count > can.replay_rows
             while end < len(scheduled) and (scheduled[end].count > can.replay_rows) == long:
                 if rows + scheduled[end].count > fit:
                     break
-                rows, end = rows + scheduled[end].count, end + 1
+                rows = rows + scheduled[end].count
+                end = end + 1
             began = self.clock()
             (run or self.run)(scheduled[at:end])
             seconds = self.clock() - began
@@ -174,12 +178,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run_image(self, item: ScheduledSeq, span: ImageSpan) -> None:
         """Run the rows of one image in a pass of their own: so its bits depend on no other sequence."""
-        kv, rows = self.view([item.slot], [(item.start, item.count)]), item.start - span.start
+        kv = self.view([item.slot], [(item.start, item.count)])
+        rows = item.start - span.start
         soft = span.soft_tokens[rows : rows + item.count].to(self.device, self.model.dtype)
         end = span.end if span.bidirectional else None
         last = last_rows(kv, [0] if item.wanted else [])
         own = self.drafter is not None and bool(self.drafter.kv_specs)  # it reads all rows
-        model, adapted = self.model, item.seq.adapter is not None
+        model = self.model
+        adapted = item.seq.adapter is not None
         if self.adapters is not None and adapted:
             model = self.adapters.model_for([item.seq.adapter], [item.count])
         out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if own or adapted else last, end)
@@ -202,15 +208,20 @@ class ModelRunner:
 
     def view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
         """The K/V view for a pass over (first position, count) of the sequences in these slots."""
-        device, (start, count) = self.device, spans[0]
+        device = self.device
+        start, count = spans[0]
         if len(spans) == 1:
-            positions, starts = torch.arange(start, start + count, device=device), [0, count]
+            positions = torch.arange(start, start + count, device=device)
+            starts = [0, count]
             row_seq = torch.zeros_like(positions)
         else:
             places, owners, starts = ragged(spans)
-            positions, row_seq = upload(places, torch.int64, device), upload(owners, torch.int64, device)
-        widest, furthest = max(count for _, count in spans), max(start + count for start, count in spans)
-        where, row_start = upload(slots, torch.int64, device), upload(starts, torch.int32, device)
+            positions = upload(places, torch.int64, device)
+            row_seq = upload(owners, torch.int64, device)
+        widest = max(count for _, count in spans)
+        furthest = max(start + count for start, count in spans)
+        where = upload(slots, torch.int64, device)
+        row_start = upload(starts, torch.int32, device)
         return self.store.view(where, positions, row_seq, row_start, widest, furthest)
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:

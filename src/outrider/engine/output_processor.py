@@ -28,7 +28,8 @@ class OutputProcessor:
         self, params: SamplingParams, eos: Collection[int], detok: Detokenizer | None, matcher: Matcher | None
     ) -> None:
         self.matcher = matcher
-        self._params, self._detok = params, detok
+        self._params = params
+        self._detok = detok
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
         self._count = 0
         self._held = ""  # text that might begin a stop string
@@ -36,11 +37,14 @@ class OutputProcessor:
     def take(self, tokens: Sequence[int], room: int) -> Accepted:
         """`room`: how many more tokens the output may have, at least 1."""
         texts: list[str] = []
-        params, detok = self._params, self._detok
+        params = self._params
+        detok = self._detok
         for token in tokens:
             self._count += 1
             ended = token in self.end_token_ids and self._count >= params.min_tokens
-            finish, error, found = "stop" if ended else ("length" if len(texts) + 1 >= room else None), None, None
+            finish = "stop" if ended else ("length" if len(texts) + 1 >= room else None)
+            error = None
+            found = None
             if self.matcher is not None:
                 self.matcher.advance([token])
                 error = self.matcher.failed
@@ -67,5 +71,6 @@ class OutputProcessor:
             end += len(found[0][1])
         if not found and not last:
             end -= max(overlap(self._held, stop) for stop in stops)
-        show, self._held = self._held[:end], self._held[end:]
+        show = self._held[:end]
+        self._held = self._held[end:]
         return show, found[0][1] if found else None

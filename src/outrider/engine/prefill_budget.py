@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ..models.config import ModelConfig
     from ..ops.backend import Capabilities
 
-LONGER, LONGER_FEW = 2.3, 3.0  # times a step without prompts; streams notice three
+# times a step without prompts; streams notice three
+LONGER = 2.3
+LONGER_FEW = 3.0
 FEW_ROWS = 64  # rows: a smaller pass is bound by reading the weights, so it does not show the cost of a row
 OLD = 0.85  # decay of earlier measurements
 WHOLE = 256  # budgets are multiples of this if many sequences wait: few numbers of rows to compile kernels for
@@ -44,8 +46,10 @@ class PrefillBudget:
     _row: float = 0.0  # seconds of a row
 
     def __post_init__(self) -> None:
-        self.idle, rows = max(self.idle, self.batched), self.with_decodes
-        self._least, self._few = rows // 4, rows if rows <= FEW_ROWS else 0
+        self.idle = max(self.idle, self.batched)
+        rows = self.with_decodes
+        self._least = rows // 4
+        self._few = rows if rows <= FEW_ROWS else 0
 
     @classmethod
     def of(cls, model: ModelConfig, can: Capabilities, chunk: int, spare: int) -> PrefillBudget:
@@ -90,7 +94,8 @@ def _mixed(before: float, now: float) -> float:
 
 def max_batched_prefill(model: ModelConfig, most: int) -> int:
     """Prompt tokens of all sequences in one pass; more for a small model, whose passes are short."""
-    rows, size = most, model_size(model)
+    rows = most
+    size = model_size(model)
     while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
         rows //= 2
     return rows

@@ -30,7 +30,9 @@ NEAR_PREFILL = 1024  # positions: passes below have separate graphs, since atten
 # A server captures LIKELY before the first request comes, for few sequences and any context; some of it also for the
 # near context, and for many sequences up to FAR positions, since attention keeps partial sums of every last row by
 # splits of its context.
-NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
+NEARBY = (256, 1024)
+CROWDED = (512, 2048)
+FAR = 8192
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,16 @@ class PrefillGraphs:
     def __init__(self, runner: ModelRunner, most: int, pack: int, pool: GraphPool):
         """most: rows of the largest captured pass (`max_prefill_rows`); 0: no captures. pack: rows of several chunks in
         one pass (`max_packed_rows`); 0: as many as are independent."""
-        self.runner, self.device = runner, runner.device
+        self.runner = runner
+        self.device = runner.device
         self.cache: GraphCache[PrefillKey, Graph] = GraphCache(self.device, pool)
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
-        table, page = next(iter(runner.store.tables.values())), runner.store.spec.page_size
-        self.most, self.pack, self.furthest = most, pack, table.shape[1] * page  # positions that a table can hold
+        table = next(iter(runner.store.tables.values()))
+        page = runner.store.spec.page_size
+        # positions that a table can hold
+        self.most = most
+        self.pack = pack
+        self.furthest = table.shape[1] * page
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
         count = size(ROWS[-1], SEQUENCES[-1]) if most else 0
@@ -72,12 +79,14 @@ class PrefillGraphs:
 
     def key(self, scheduled: Sequence[ScheduledSeq]) -> PrefillKey | None:
         """The key of the graph for these chunks, captured or not; None: no graph, now or later."""
-        count, end = sum(item.count for item in scheduled), max(item.start + item.count for item in scheduled)
+        count = sum(item.count for item in scheduled)
+        end = max(item.start + item.count for item in scheduled)
         wanted = any(item.wanted for item in scheduled)
         if any(item.seq.adapter is not None for item in scheduled):
             return None
         if not self.fixed and count <= self.most and len(scheduled) <= SEQUENCES[-1]:
-            rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(scheduled))
+            rows = next(n for n in ROWS if n >= count)
+            sequences = next(n for n in SEQUENCES if n >= len(scheduled))
             context = NEAR_PREFILL if end <= NEAR_PREFILL < self.furthest else self.furthest
             key = PrefillKey(rows, sequences, context, wanted)
             if key not in self.cache.refused:
@@ -116,7 +125,8 @@ class PrefillGraphs:
         ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
         after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
         positions, owner, starts = ragged([(item.start, item.count) for item in scheduled])
-        fill, spare = key.rows - len(ids), key.sequences - len(scheduled)
+        fill = key.rows - len(ids)
+        spare = key.sequences - len(scheduled)
         starts += [len(ids)] * spare + [key.rows]
         slots = [*(item.slot for item in scheduled), *[idle] * (spare + 1)]
         ends = [*(item.slot if item.wanted else idle for item in scheduled), *[idle] * (spare + 1)]
@@ -136,7 +146,8 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
     if not key.wanted:
         runner.forward(ids, kv, OutputRows(positions[:0], kv), following=after)
         return
-    last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
+    last = (starts[1:] - 1).clamp(min=0)
+    each = torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
     seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
     runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen), following=after))
 

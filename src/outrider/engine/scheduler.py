@@ -37,13 +37,20 @@ class Scheduler:
         """`granularity`: prefix hits are multiples of it. `replay_rows`: outputs of preempted sequences are recomputed
         in chunks of at most this many rows, so that the same kernels run as the first time. `block_rows`: by drafter,
         positions that its drafts write at (`Drafter.block_rows`)."""
-        self.cache, self.max_batch, self.prefill, self.granularity = cache, max_batch, prefill, granularity
-        self.replay_rows, self.prefix_cache, self.max_context = replay_rows, prefix_cache, max_context
+        self.cache = cache
+        self.max_batch = max_batch
+        self.prefill = prefill
+        self.granularity = granularity
+        self.replay_rows = replay_rows
+        self.prefix_cache = prefix_cache
+        self.max_context = max_context
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
-        self.preemptions, self.block_rows = 0, block_rows or {}
+        self.preemptions = 0
+        self.block_rows = block_rows or {}
         # prompt rows beyond the budgets of the steps since then: of unsplit images, and by client
-        self._overdrawn, self._charged = 0, dict[str, int]()
+        self._overdrawn = 0
+        self._charged = dict[str, int]()
 
     def add(self, seq: Seq) -> None:
         self.waiting.append(seq)
@@ -59,12 +66,14 @@ class Scheduler:
 
     def plan(self, choose: Callable[[list[Seq]], list[DraftPlan]]) -> StepBatch:
         """`choose` returns drafter and K for each decoding sequence."""
-        batch, before = StepBatch(), self.preemptions
+        batch = StepBatch()
+        before = self.preemptions
         if self.waiting:
             self._admit()
         ready: list[Seq] = []
         for seq in self.running:
-            size, ahead = len(seq.tokens), seq.num_inflight_tokens
+            size = len(seq.tokens)
+            ahead = seq.num_inflight_tokens
             # the step in flight may end it or fill its context: it is not planned until that is known
             over = ahead and (size + 1 >= seq.max_total_tokens or size + ahead >= self.max_context)
             if seq.computed == size - 1 and not seq.paused and not over:
@@ -86,13 +95,16 @@ class Scheduler:
 
     def _decode(self, batch: StepBatch, seq: Seq, plan: DraftPlan) -> None:
         """Schedule a decoding sequence if pages can be reserved. The plan may have been made some steps ago."""
-        size, slot, ahead = len(seq.tokens), seq.held.slot, 0
+        size = len(seq.tokens)
+        slot = seq.held.slot
+        ahead = 0
         if plan.k:
             if size + plan.nodes > self.max_context:
                 plan = plan._replace(nodes=0)
             ahead = max(plan.max_drafted, self.block_rows.get(plan.drafter, 0) - 1)
             if plan.drafter in self.block_rows and size + ahead > self.max_context:
-                plan, ahead = NO_DRAFT, 0
+                plan = NO_DRAFT
+                ahead = 0
         if not self._reserve(seq, size + seq.num_inflight_tokens + ahead):
             return
         guess: Sequence[int] | None = None
@@ -104,14 +116,16 @@ class Scheduler:
     def _prompts(self, batch: StepBatch, decoding: list[Seq]) -> None:
         budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))
         streaming = {seq.request.client for seq in decoding}
-        half, waiting = budget // 2, self._by_turn() if beside else list(self.running)
+        half = budget // 2
+        waiting = self._by_turn() if beside else list(self.running)
         for seq in waiting:
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
             if beside:
                 count = min(count, half if len(waiting) > 1 and not batch.prompts else budget)
-            planned, count = count, seq.chunk_end(start, start + count) - start
+            planned = count
+            count = seq.chunk_end(start, start + count) - start
             unbroken = count > planned  # an image that may not be split: the budget is exceeded, or it would never run
             if count <= 0 or (self._overdrawn if unbroken else count > budget and batch.prompts):
                 continue
@@ -120,7 +134,8 @@ class Scheduler:
                 batch.prompts.append(ScheduledSeq(seq, seq.held.slot, start, count, wanted))
                 budget -= count
                 if beside:
-                    client, self._overdrawn = seq.request.client, self._overdrawn + max(0, -budget)
+                    client = seq.request.client
+                    self._overdrawn = self._overdrawn + max(0, -budget)
                     charged = self.prefill.charge(count, len(streaming - {client}))
                     self._charged[client] = self._charged.get(client, 0) + charged
             if budget <= 0:
@@ -136,7 +151,8 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
             seq = self.waiting[0]
-            root, keys = seq.prefix_root, seq.cache_keys[:-1]
+            root = seq.prefix_root
+            keys = seq.cache_keys[:-1]
             if self.cache.disk is not None:
                 seq.restoring = seq.restoring or self.cache.disk.restore(keys, root, self.granularity)
                 if next(seq.restoring, DONE) is not DONE:
@@ -146,14 +162,16 @@ class Scheduler:
                 self.cache.close(seq.cache)
                 seq.cache = None
                 return  # it waits until pages are free
-            seq.computed, seq.has_features = hit, False
+            seq.computed = hit
+            seq.has_features = False
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, hit)
             self.waiting.popleft()
             self.running.append(seq)
 
     def _next_chunk(self, seq: Seq) -> tuple[int, int]:
         """First position and length. Borders lie on a grid: a prompt is always cut in the same places."""
-        start, end = seq.computed, len(seq.tokens) - 1
+        start = seq.computed
+        end = len(seq.tokens) - 1
         count = min(self.prefill.chunk - start % self.prefill.chunk, end - start)
         if self.replay_rows < self.prefill.chunk:
             prompt_end = seq.prompt_len - 1
@@ -167,7 +185,10 @@ class Scheduler:
             self.preemptions += 1
             self.running.pop()
             self.cache.close(victim.held)
-            victim.cache, victim.has_features, victim.num_inflight_tokens, victim.computed = None, False, 0, 0
+            victim.cache = None
+            victim.has_features = False
+            victim.num_inflight_tokens = 0
+            victim.computed = 0
             self.waiting.appendleft(victim)
             if victim is seq:
                 return False

@@ -28,7 +28,9 @@ class ScoringJob(ABC):
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
         """Scores the first `count` of the tokens."""
-        self.tokens, self._count, self._at = list(tokens), count, 0
+        self.tokens = list(tokens)
+        self._count = count
+        self._at = 0
         self._cache: SeqCache | None = None
 
     @abstractmethod
@@ -38,7 +40,8 @@ class ScoringJob(ABC):
     @torch.inference_mode()
     def step(self, engine: Engine) -> bool:
         """Run the next rows; True: there are more. Called on the engine's thread, between two of its steps."""
-        store, tokens = engine.store, self.tokens
+        store = engine.store
+        tokens = self.tokens
         if self._cache is None:
             if not store.free_slots:
                 return True  # another sequence will finish
@@ -47,7 +50,8 @@ class ScoringJob(ABC):
                 self.close(engine)
                 room = f"no room in the cache to score {len(tokens)} tokens now"
                 raise OutriderError(f"{room}: try again, or with a shorter text")
-        begin, end = self._at, min(self._at + SCORED_ROWS, self._count)
+        begin = self._at
+        end = min(self._at + SCORED_ROWS, self._count)
         if begin < end:
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
             self._at = end

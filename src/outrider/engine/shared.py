@@ -100,7 +100,8 @@ class SharedEngine:
                     self._turns.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        boxes, self._boxes = self._boxes, {}
+        boxes = self._boxes
+        self._boxes = {}
         told = OutriderError(f"a step that ran for several callers failed in one of them: {type(error).__name__}")
         for id, box in boxes.items():
             with suppress(Exception):

@@ -41,7 +41,8 @@ class SpecialTokenGuard:
     def __init__(self, backend: Backend, encode: Callable[[str], list[int]], template: str) -> None:
         """Guarded tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`,
         `</think>`). `encode`: the backend's, without special tokens."""
-        self._backend, self._encode = backend, encode
+        self._backend = backend
+        self._encode = encode
         self._lock = threading.Lock()
         self._ids: dict[str, int] = {}
         markers: list[str] = []
@@ -66,9 +67,11 @@ class SpecialTokenGuard:
         self, messages: Sequence[Mapping[str, Json]], tools: Json, variables: Variables, render: Renderer
     ) -> ChatPrompt:
         plain = render(messages, tools, variables)
-        ids, outside = self._encode(plain), [messages, tools, list(variables.values())]
+        ids = self._encode(plain)
+        outside = [messages, tools, list(variables.values())]
         if not any(self._outside.search(text) for text in _strings(outside)):
-            written, back = plain, {}
+            written = plain
+            back = {}
         else:
             back = self._stand_ins(plain + "".join(_strings(outside)))
             there = {original: c for c, original in back.items()}
@@ -101,7 +104,8 @@ class SpecialTokenGuard:
     def _encode_apart(self, written: str, back: Mapping[str, str]) -> list[int]:
         with self._lock:  # making the copy takes seconds and memory: once for all threads
             twin, names = self._twin
-        pieces, at = [], 0
+        pieces = []
+        at = 0
         for match in self._all.finditer(written):
             pieces += [_restored(written[at : match.start()], back), names[match[0]]]
             at = match.end()

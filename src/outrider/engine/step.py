@@ -78,7 +78,9 @@ class Seq:
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
     def __post_init__(self) -> None:
-        self.id, self.prompt_len, self.altered = self.request.id, len(self.request.prompt), self.request.params.altered
+        self.id = self.request.id
+        self.prompt_len = len(self.request.prompt)
+        self.altered = self.request.params.altered
         self.max_total_tokens = self.prompt_len + self.request.params.max_tokens
 
     @property

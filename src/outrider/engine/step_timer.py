@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 class StepTimer:
     def __init__(self, runner: ModelRunner, prefill: PrefillBudget, policy: DraftPolicy):
-        self.runner, self.prefill, self.policy = runner, prefill, policy
+        self.runner = runner
+        self.prefill = prefill
+        self.policy = policy
         self._last_read_at = 0.0
         self._prompted = 0.0  # seconds spent on prompts before the present step
         self._timed: list[Seq] = []  # the batch whose last step was timed
@@ -29,16 +31,20 @@ class StepTimer:
     def observe(self, pending: PendingStep, now: float) -> None:
         """A step was read `now` and committed. Steps with prompt rows are not reported to the controller; nor, where
         steps do not overlap, is the first step of a batch, which has cold caches."""
-        scheduled, prompts = pending.batch.decode, pending.batch.prompts
+        scheduled = pending.batch.decode
+        prompts = pending.batch.prompts
         if not scheduled:
             return
         if pending.executor.async_results:
-            seconds, known = now - max(pending.began, self._last_read_at), not prompts
+            seconds = now - max(pending.began, self._last_read_at)
+            known = not prompts
             self._last_read_at = now
             if pending.rows <= ROWS[-1]:
                 self.prefill.observe(pending.rows, seconds)
         else:
-            seconds, known = self.runner.clock() - pending.began, True  # with reading and committing
+            # with reading and committing
+            seconds = self.runner.clock() - pending.began
+            known = True
             self.prefill.observe(0, seconds)
             if prompts:
                 rows = sum(item.count for item in prompts)
@@ -46,7 +52,8 @@ class StepTimer:
         if not self.policy.controller.planned:
             return
         if not pending.executor.async_results:
-            before, self._timed = self._timed, [item.seq for item in scheduled]
+            before = self._timed
+            self._timed = [item.seq for item in scheduled]
             known = before == self._timed
         # The cost table holds the base model's steps, and trees of one sequence.
         if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):

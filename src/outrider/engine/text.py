@@ -64,7 +64,8 @@ class Tokenizer:
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """`bos`: this is the start of a prompt, so the tokenizer's prefix tokens are added."""
-        ids, first = self.ids(text, bos), self.files.bos_id if bos and self.files.add_bos else None
+        ids = self.ids(text, bos)
+        first = self.files.bos_id if bos and self.files.add_bos else None
         if first is not None and ids[:1] != [first]:
             ids.insert(0, first)
         return ids
@@ -180,13 +181,15 @@ class Detokenizer:
     before; without them the space is dropped that a tokenizer adds to the first word."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), keep_special: bool = False) -> None:
-        self.tokenizer, self.keep_special = tokenizer, keep_special
+        self.tokenizer = tokenizer
+        self.keep_special = keep_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space and len(prompt) == 0
         self._whole = True  # no partial character is kept
 
     def push(self, ids: Iterable[int]) -> str:
-        tokenizer, text = self.tokenizer, ""
+        tokenizer = self.tokenizer
+        text = ""
         for index in ids:
             if index in tokenizer.special_ids and (not self.keep_special or index in tokenizer.eos_ids):
                 continue

@@ -74,7 +74,9 @@ def after(conv: Conv | None, kernel: Tensor | None, y: Tensor, slots: int) -> Te
 
 class BlockNet:
     def __init__(self, config: BlockConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
-        self.config, self.ops, self.target = config, ops, target
+        self.config = config
+        self.ops = ops
+        self.target = target
         self.norm = as_tensor(weights["norm"])
         self.fc: DeviceWeight = weights["fc"]  # [H, taps·Ht]
         self.hidden_norm = as_tensor(weights["hidden_norm"])
@@ -105,7 +107,9 @@ class BlockNet:
 
     def context(self, streams: Sequence[Tensor]) -> Tensor:
         """Tapped states [R, Ht] each -> the context at a committed position [R, H]; EAGLE-3: the residual's feature."""
-        ops, eps, parts = self.ops, self.config.norm_eps, list(streams)
+        ops = self.ops
+        eps = self.config.norm_eps
+        parts = list(streams)
         if self.fc_norms:
             parts = [ops.rms_norm(part, w, eps) for part, w in zip(parts, self.fc_norms, strict=True)]
         joined = torch.cat(parts, -1)
@@ -116,7 +120,8 @@ class BlockNet:
 
     def feature_input(self, layer: DraftLayer, ids: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """EAGLE-3: the input of attention [R, 2H], and the start of the residual stream [R, H]."""
-        ops, eps = self.ops, self.config.norm_eps
+        ops = self.ops
+        eps = self.config.norm_eps
         normed = ops.rms_norm(feature, self.hidden_norm, eps)
         joined = torch.cat((ops.rms_norm(self.embed(ids), layer.attn_norm, eps), normed), -1)
         return joined, normed if self.config.norm_before_residual else feature
@@ -130,7 +135,8 @@ class BlockNet:
         if self.call is not None:
             self.call.write_context(streams, kv, following)
             return
-        x, angles = self.context(streams), self.angles(kv.positions)
+        x = self.context(streams)
+        angles = self.angles(kv.positions)
         if self.config.kind == "eagle3":
             x, _ = self.feature_input(self.layers[0], following, x)
         for layer in self.layers:
@@ -162,7 +168,8 @@ class BlockNet:
         self, layer: DraftLayer, x: Tensor, attended: Tensor, next_norm: Tensor, slots: int, kernel: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Residual stream x [B·S, H] and attention [B·S, heads·D] -> the stream, and the next layer's input."""
-        ops, eps = self.ops, self.config.norm_eps
+        ops = self.ops
+        eps = self.config.norm_eps
         y = after(layer.attn_conv, kernel, ops.linear(attended, layer.out, layer.out_bias), slots)
         x, h = ops.residual_norm(x, y, layer.post_attn_norm, None, layer.mlp_norm, eps)
         h, kernel = self.prepare(layer.mlp_conv, h, slots)
@@ -198,7 +205,8 @@ class BlockNet:
     # ---- heads ----------------------------------------------------------------------------------------------------
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V_d], scaled and capped as the checkpoint asks."""
-        scale, cap = self.config.output_scale, self.config.softcap
+        scale = self.config.output_scale
+        cap = self.config.softcap
         capped = cap if scale == 1.0 else None  # inside the matmul kernel
         if self.head is not None:
             z = self.ops.logits(hidden, self.head, capped)
@@ -210,14 +218,16 @@ class BlockNet:
 
     def select(self, hidden: Tensor, unary: Tensor, candidates: Tensor, previous: Tensor) -> Tensor:
         """DFlash 2: scores [B, top] of the candidates [B, top] (draft ids) after the tokens `previous` [B]."""
-        w, ops = self.weights, self.ops
+        w = self.weights
+        ops = self.ops
         pairs = ops.embed(previous, w["predecessor"], 1.0) * ops.linear(hidden, w["selector"])  # [B, r]
         after = ops.embed(candidates.reshape(-1), w["successor"], 1.0).view(*candidates.shape, -1)
         return unary + torch.einsum("br,bkr->bk", pairs.float(), after.float())
 
     def markov(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """DSpark's sequential head: addition to the logits [B, V_d], next state, embedding of `previous` [B]."""
-        w, ops = self.weights, self.ops
+        w = self.weights
+        ops = self.ops
         e = ops.embed(previous, w["markov_w1"], 1.0)  # [B, r]
         state = torch.zeros_like(e) if state is None else state
         mixed = e
@@ -228,7 +238,8 @@ class BlockNet:
             joint = ops.linear(torch.cat((state, e, hidden), -1), w["markov_joint"], vector(w, "markov_joint_bias"))
             gate, candidate, given = joint.chunk(3, -1)
             gate = torch.sigmoid(gate)
-            state, mixed = gate * state + (1.0 - gate) * torch.tanh(candidate), torch.tanh(given)
+            state = gate * state + (1.0 - gate) * torch.tanh(candidate)
+            mixed = torch.tanh(given)
         return ops.logits(mixed, w["markov_w2"], None), state, e
 
     def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
@@ -242,7 +253,8 @@ def _layer(weights: Mapping[str, DeviceWeight], i: int, config: BlockConfig, sto
     here = f"layers.{i}."
     own = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
     conv = lambda name: Conv(as_tensor(own[name]), own[name + "_projection"]) if name in own else None  # noqa: E731
-    causal, window = config.causal[i], config.layers[i].attn.window
+    causal = config.causal[i]
+    window = config.layers[i].attn.window
     attn = BlockAttn(stored, window, causal, vector(own, "q_norm"), vector(own, "k_norm"))
     made = {"attn": attn, "rope": rope, "attn_conv": conv("attn_conv"), "mlp_conv": conv("mlp_conv")}
     plain = {field.name: own.get(field.name) for field in fields(DraftLayer) if field.name not in made}

@@ -104,10 +104,13 @@ class BlockConfig:
     def from_hf(raw: Foreign) -> BlockConfig:
         kind, layout = recognise(raw)
         body, extra = _parts(raw, layout)
-        eagle, gemma = kind == "eagle3", _arch(raw) in ("Gemma4DSparkModel", "Gemma4Eagle3Model")
+        eagle = kind == "eagle3"
+        gemma = _arch(raw) in ("Gemma4DSparkModel", "Gemma4Eagle3Model")
         layers, sliding = _gemma_layers(body) if gemma else _plain_layers(body, extra)
-        vocab, hidden = _field(body, "vocab_size", int), _field(body, "hidden_size", int)
-        default_act, cap = "gelu_pytorch_tanh" if gemma else "silu", extra.get("final_logit_softcapping")
+        vocab = _field(body, "vocab_size", int)
+        hidden = _field(body, "hidden_size", int)
+        default_act = "gelu_pytorch_tanh" if gemma else "silu"
+        cap = extra.get("final_logit_softcapping")
         bias = bool(body.get("attention_bias", False))
         config = BlockConfig(
             kind=kind,
@@ -184,7 +187,8 @@ def recognise(raw: Foreign) -> tuple[Kind, Layout]:
             named = REFUSED.get(str(spoken), repr(spoken))
             raise misread(f"{named} drafters are not supported; known: {', '.join(KINDS)}")
         return spoken, "speculators"
-    arch, nested = _arch(raw), raw.get("dflash_config")
+    arch = _arch(raw)
+    nested = raw.get("dflash_config")
     known = ARCHITECTURES.get(arch, ("dflash", "z-lab") if isinstance(nested, Mapping) else None)
     if known is None:
         raise misread(f"{arch or 'no architecture'} is not a block drafter ({', '.join(KINDS)})")
@@ -255,7 +259,8 @@ def _plain_layers(body: Foreign, extra: Foreign) -> tuple[tuple[LayerSpec, ...],
     kinds = body.get("layer_types") or ["full_attention"] * count
     window = body.get("sliding_window")
     if extra.get("use_swa"):
-        kinds, window = ["sliding_attention"] * count, extra.get("swa_window_size", window)
+        kinds = ["sliding_attention"] * count
+        window = extra.get("swa_window_size", window)
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, (list, tuple)) or len(kinds) != count or any(k not in known for k in kinds):
         raise misread(f"layer_types must name {count} layers as {' or '.join(known)}")
@@ -288,7 +293,8 @@ def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign,
 
 
 def _block(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign, extra: Foreign) -> ForeignDict:
-    depth, scale = raw.get("num_target_layers"), None
+    depth = raw.get("num_target_layers")
+    scale = None
     if extra.get("input_embedding_scale") is not None:
         scale = _field(extra, "input_embedding_scale", float)
     elif _arch(raw) == "Gemma4DSparkModel":

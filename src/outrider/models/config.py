@@ -113,7 +113,8 @@ class ModelConfig:
             if not 1 <= _field(body, key, int) <= most:
                 bound = f"at most {most}" if body[key] > most else "at least 1"
                 raise misread(f"{key!r} should be {bound}, got {body[key]}")
-        hidden, gemma = _field(body, "hidden_size", int), family != "llama"
+        hidden = _field(body, "hidden_size", int)
+        gemma = family != "llama"
         if gemma and body.get("attention_bias"):  # no released text decoder has it
             raise OutriderError(f"{kind}: attention_bias is not supported")
         if gemma and body.get("use_bidirectional_attention") in (True, "all"):
@@ -194,9 +195,11 @@ class DrafterConfig:
         for i, (at, layer) in enumerate(zip(read, self.layers, strict=True)):
             if at not in target.kv_layers:
                 return f"drafter layer {i} reads the K/V of target layer {at}, which owns none"
-            ours, theirs = layer.attn, target.layers[at].attn
+            ours = layer.attn
+            theirs = target.layers[at].attn
             for what, key in (("head size", "head_dim"), ("K/V heads", "kv_heads"), ("window", "window")):
-                mine, its = getattr(ours, key), getattr(theirs, key)
+                mine = getattr(ours, key)
+                its = getattr(theirs, key)
                 if mine != its:
                     return f"drafter layer {i} expects {what} {mine}, target layer {at} has {its}"
             if ours.heads % theirs.kv_heads:
@@ -322,12 +325,15 @@ def _alike_layers(raw: Foreign, kinds: Sequence[str], window: int | None) -> tup
     """Layers of one shape with K/V of their own; "sliding_attention" has the window. A kind may have its own rope."""
     sizes = ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
     hidden, heads, inter, count = (_field(raw, key, int) for key in sizes)
-    kv_heads, head_dim = int(raw.get("num_key_value_heads") or heads), int(raw.get("head_dim") or hidden // heads)
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    head_dim = int(raw.get("head_dim") or hidden // heads)
     if kv_heads < 1 or heads % kv_heads:
         raise misread(f"{heads} attention heads are not a multiple of {kv_heads} K/V heads")
-    eps, theta = float(raw.get("rms_norm_eps", 1e-6)), float(raw.get("rope_theta", 10000.0))
+    eps = float(raw.get("rms_norm_eps", 1e-6))
+    theta = float(raw.get("rope_theta", 10000.0))
     scale = float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
-    ropes, layers = raw.get("rope_parameters") or raw.get("rope_scaling") or {}, []
+    ropes = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    layers = []
     for i in range(count):
         kind = "sliding_attention" if kinds[i] == "sliding_attention" else "full_attention"
         near = window if kind == "sliding_attention" else None
@@ -337,7 +343,8 @@ def _alike_layers(raw: Foreign, kinds: Sequence[str], window: int | None) -> tup
 
 
 def _llama(kind: str, raw: Foreign) -> ForeignDict:
-    count, qwen = _field(raw, "num_hidden_layers", int), kind in ("qwen2", "qwen3")
+    count = _field(raw, "num_hidden_layers", int)
+    qwen = kind in ("qwen2", "qwen3")
     window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
     if qwen and not raw.get("use_sliding_window", False):
         window = None
@@ -378,25 +385,30 @@ def _gemma4(kind: str, raw: Foreign) -> ForeignDict:
 
 
 def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]:
-    count, heads = _field(raw, "num_hidden_layers", int), _field(raw, "num_attention_heads", int)
+    count = _field(raw, "num_hidden_layers", int)
+    heads = _field(raw, "num_attention_heads", int)
     k_eq_v = bool(raw.get("attention_k_eq_v", False))
     kinds = list(raw.get("layer_types") or _every(6, count))
     if len(kinds) != count or any(k not in ("sliding_attention", "full_attention") for k in kinds):
         raise misread(f"layer_types must name {count} layers as sliding_attention or full_attention")
     kinds[-1] = "full_attention"  # as transformers insists
-    shapes, ropes = _gemma4_shapes(raw, kinds, heads, k_eq_v), raw.get("rope_parameters") or {}
-    eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 512))
+    shapes = _gemma4_shapes(raw, kinds, heads, k_eq_v)
+    ropes = raw.get("rope_parameters") or {}
+    eps = float(raw.get("rms_norm_eps", 1e-6))
+    window = int(raw.get("sliding_window", 512))
     first_shared = 0 if drafter else count - int(raw.get("num_kv_shared_layers") or 0)
     wide = bool(raw.get("use_double_wide_mlp", False)) and not drafter
     owner: dict[str, int] = {}
     layers = []
     for i, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, shapes)):
-        full, writes = kind == "full_attention", i < first_shared
+        full = kind == "full_attention"
+        writes = i < first_shared
         if writes:
             owner[kind] = i
         elif not drafter and kind not in owner:
             raise misread(f"layer {i} shares K/V but no {kind} layer before it owns any")
-        near, own = None if full else window, owner.get(kind, -1)
+        near = None if full else window
+        own = owner.get(kind, -1)
         attn = AttnSpec(heads, kv_heads, head_dim, own, writes, near, 1.0, k_eq_v and full, norm_v=True, eps=eps)
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
@@ -408,10 +420,12 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
     listed = raw.get("layers")
     if not isinstance(listed, list) or not listed:
         raise misread("a plain drafter must list its 'layers'")
-    eps, layers = float(raw.get("rms_norm_eps", 1e-6)), []
+    eps = float(raw.get("rms_norm_eps", 1e-6))
+    layers = []
     for one in listed:
         heads, kv, dim, inter = (_field(one, key, int) for key in ("heads", "kv_heads", "head_dim", "intermediate"))
-        scale, window = float(_field(one, "scale", float)), int(one.get("window") or 0) or None
+        scale = float(_field(one, "scale", float))
+        window = int(one.get("window") or 0) or None
         attn = AttnSpec(heads, kv, dim, -1, False, window, scale, eps=eps)
         layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), inter))
     return tuple(layers)
@@ -420,7 +434,8 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
 def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> list[tuple[int, int]]:
     """(head size, K/V heads) of every layer, from either spelling: `global_head_dim` and `num_global_key_value_heads`
     (which counts only with k_eq_v), or the newer `per_layer_config` with overrides by layer index."""
-    head_dim, kv = int(raw.get("head_dim", 256)), int(raw.get("num_key_value_heads", 4))
+    head_dim = int(raw.get("head_dim", 256))
+    kv = int(raw.get("num_key_value_heads", 4))
     overrides = raw.get("per_layer_config")
     if overrides is not None:
         items = overrides.items() if isinstance(overrides, Mapping) else [("", None)]

@@ -36,7 +36,8 @@ def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
         freq = freq / rope.factor
     elif rope.scaling == "llama3":  # stretch long waves, keep short ones, blend between
         wavelength = 2 * math.pi / freq
-        low, high = rope.low_freq_factor, rope.high_freq_factor
+        low = rope.low_freq_factor
+        high = rope.high_freq_factor
         keep = ((rope.original_context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
         freq = (1 - keep) * freq / rope.factor + keep * freq
     return freq.to(device)
@@ -85,7 +86,8 @@ def gather_blocks(
     once = () if first else ("out_bias", "down_bias")
     blocks = []
     for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):
-        here, last = f"layers.{i}.", i + 1 == len(layers)
+        here = f"layers.{i}."
+        last = i + 1 == len(layers)
         names = [f.name for f in fields(Block) if f.name not in ("spec", "rope", "next_norm")]
         own = {name: None if name in once else weights.get(here + name) for name in names}
         following = as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"])
@@ -120,7 +122,9 @@ class TextModel:
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, together: Collectives = SOLO
     ):
-        self.config, self.ops, self.together = config, ops, together
+        self.config = config
+        self.ops = ops
+        self.together = together
         tp = together.tp
         self.tokens = [piece(config.vocab_size, rank, tp.world) for rank in range(tp.world)]  # of each process
         self.all_reduce = together.all_reduce
@@ -154,7 +158,8 @@ class TextModel:
     def _run(
         self, x: Tensor, ids: Tensor, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
     ) -> Pass:
-        ops, first = self.ops, self.blocks[0]
+        ops = self.ops
+        first = self.blocks[0]
         angles = self.angles(kv.positions)
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
         qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
@@ -162,10 +167,13 @@ class TextModel:
         for i, block in enumerate(self.blocks):
             q = ops.rope_write(qkv, angles[block.rope], (block.q_norm, block.k_norm), block.spec, kv)  # [R, heads·D]
             if wanted is not None and i == self.last_write:  # the outputs of the other rows are not read
-                rows, kv = wanted.rows, wanted.kv
+                rows = wanted.rows
+                kv = wanted.kv
                 if not rows.shape[0]:
                     return Pass(x[:0], (x[:0],) * len(taps))
-                q, x, angles = q[rows], x[rows], self.angles(kv.positions)
+                q = q[rows]
+                x = x[rows]
+                angles = self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
             causal = end is None or (block.spec.window is None and self.config.family != "gemma3")
@@ -178,7 +186,10 @@ class TextModel:
     def after_attention(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
         """The rest of layer i: residual stream x [R, H] and attention [R, heads·D] -> the stream, and the next layer's
         q, k and v (after the last: the final norm). ple: per-layer embeddings [L, R, ple]."""
-        ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
+        ops = self.ops
+        block = self.blocks[i]
+        eps = self.config.norm_eps
+        act = self.config.activation
         y = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
         if self.experts is None:
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
@@ -198,7 +209,8 @@ class TextModel:
         return x, ops.linear(h, following.qkv, following.qkv_bias)
 
     def mlp(self, h: Tensor, block: Block) -> Tensor:
-        ops, act = self.ops, self.config.activation
+        ops = self.ops
+        act = self.config.activation
         if block.gate_up_bias is None:
             return self.all_reduce(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
         gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
@@ -212,17 +224,21 @@ class TextModel:
         self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor
     ) -> tuple[Tensor, Tensor]:
         """MLP, experts and the residual step. h, router_in, expert_in [R, H]: norms of x, their inputs."""
-        ops, layer = self.ops, experts.layer
+        ops = self.ops
+        layer = experts.layer
         if self.together.tp.world == 1:
             return ops.moe_with_shared_mlp(router_in, expert_in, h, x, layer)
         # Each process has a piece of every expert: the sum comes before the norm.
-        end, routed = layer.end, self.all_reduce(ops.moe(router_in, expert_in, layer.experts))
+        end = layer.end
+        routed = self.all_reduce(ops.moe(router_in, expert_in, layer.experts))
         dense = ops.rms_norm(self.mlp(h, block), end.dense_norm, end.eps)
         y = ops.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
         return ops.residual_norm(x, y, end.post_norm, end.scale, end.next_norm, end.eps)
 
     def routed(self, weights: Mapping[str, DeviceWeight], i: int) -> Experts:
-        config, block, here = self.config, self.blocks[i], f"layers.{i}."
+        config = self.config
+        block = self.blocks[i]
+        here = f"layers.{i}."
         assert config.moe is not None
         router, gate_up, down = (weights[here + name] for name in ("router", "experts_gate_up", "experts_down"))
         scale, router_scale, norm, post, post_dense = (
@@ -248,11 +264,13 @@ class TextModel:
 
     def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
         """[L, R, ple]: the token's own part and a projection of its embedding, computed once per pass."""
-        ops, config = self.ops, self.config
+        ops = self.ops
+        config = self.config
         projected = ops.linear(x, source.proj)
         if len(self.tokens) > 1:  # the rows of these tokens, as a table of their own
             own = self.rows(ids, source.table, 1.0)
-            ids, source = torch.arange(ids.shape[0], device=ids.device), replace(source, table=own)
+            ids = torch.arange(ids.shape[0], device=ids.device)
+            source = replace(source, table=own)
         return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -27,8 +27,11 @@ class MTPNet:
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
         layers = config.bound_layers(target.config)
-        self.config, self.ops, self.target = config, ops, target
-        self.device, self.dtype = as_tensor(weights["norm"]).device, target.dtype
+        self.config = config
+        self.ops = ops
+        self.target = target
+        self.device = as_tensor(weights["norm"]).device
+        self.dtype = target.dtype
         self.pre: DeviceWeight = weights["pre"]  # [h, (2 + taps)·Hb]
         self.post: DeviceWeight | None = weights["post"] if config.has_post else None  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
@@ -40,7 +43,8 @@ class MTPNet:
         # A vocabulary-parallel head scores all tokens.
         if config.clusters and not (config.tied_to_target and target.together.tp.world > 1):
             order = as_tensor(weights["token_ordering"]).long()
-            self.centroids, self.cluster_ids = weights["centroids"], order.view(config.clusters, -1)
+            self.centroids = weights["centroids"]
+            self.cluster_ids = order.view(config.clusters, -1)
             # Sort the head's rows by cluster once: scoring a cluster then reads contiguous memory.
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
 
@@ -65,11 +69,15 @@ class MTPNet:
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
         """target.embed(newest token) [B, Hb], hidden [B, Hb] -> g for the head, the next hidden [B, Hb]."""
-        ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
+        ops = self.ops
+        kv = state.kv
+        eps = self.config.norm_eps
+        act = self.config.activation
         x = ops.linear(self.inputs(token_embedding, hidden, state), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
         for block in self.blocks:
-            norms, angles = (block.q_norm, None), state.angles[block.rope]
+            norms = (block.q_norm, None)
+            angles = state.angles[block.rope]
             q = ops.rope_write(ops.linear(h, block.qkv), angles, norms, block.spec, kv)
             attended = ops.attend(q, block.spec, kv)
             y = self.target.all_reduce(ops.linear(attended, block.out))

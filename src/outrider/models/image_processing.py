@@ -24,8 +24,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 HEAD = struct.Struct("<IIQ")  # soft tokens and side, see `pixels`; maximum pixels; then the file
 REPLY = struct.Struct("<?II")  # is it an image? its height and width; then pixels, or an error
-MEMORY, CPU_SECONDS = 3 << 30, 20  # of the decoding process; the seconds for one image
-QUICK, LOOK = 0.25, 0.05  # seconds of processor time after which an image gets idle time only; between two looks
+# of the decoding process; the seconds for one image
+MEMORY = 3 << 30
+CPU_SECONDS = 20
+# seconds of processor time after which an image gets idle time only; between two looks
+QUICK = 0.25
+LOOK = 0.05
 MAX_SIDE = 65500
 MAX_SCANS = 64  # of a JPEG; progressive ones have about ten
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of those with a segment, or the end
@@ -46,7 +50,8 @@ def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, i
 
 def jpeg_scans(data: bytes) -> int:
     """Up to the image's end: phones append films to their photographs, and segments hold previews."""
-    at, found = 2, 0
+    at = 2
+    found = 0
     while (marker := JPEG_MARKER.search(data, at)) and marker[0] != b"\xff\xd9":
         found += marker[0] == b"\xff\xda"
         at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
@@ -103,7 +108,8 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
     """uint8 [h, w, 3], as the vision model reads it. tokens 0: `side` x `side` pixels, whatever its aspect ratio."""
-    image, filter = upright_rgb(image), Image.Resampling.BICUBIC if tokens else Image.Resampling.BILINEAR
+    image = upright_rgb(image)
+    filter = Image.Resampling.BICUBIC if tokens else Image.Resampling.BILINEAR
     height, width = target_size(image.height, image.width, tokens, side) if tokens else (side, side)
     if (width, height) != image.size:
         image = image.resize((width, height), filter)

@@ -47,7 +47,8 @@ class ModelSize:
 
     def streamed(self, rows: float) -> float:
         """Parameters read by a pass over `rows` tokens, if the router chooses experts at random for each."""
-        config, moe = self.config, self.config.moe
+        config = self.config
+        moe = self.config.moe
         experts = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** rows) if moe is not None else 0.0
         # tied: the head holds the row
         looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)
@@ -71,11 +72,13 @@ def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.
 
 def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
     """Operations of `rows` new tokens after `context` earlier ones. head_rows: rows whose output is needed."""
-    config, last = size.config, size.config.kv_layers[-1]
+    config = size.config
+    last = size.config.kv_layers[-1]
     top_k = config.moe.top_k if config.moe else 0
     total = 2.0 * head_rows * size.embedding + 2.0 * rows * (size.outside - config.hidden)
     for i, (layer, part) in enumerate(zip(config.layers, size.layers, strict=True)):
-        attn, through = layer.attn, rows if i <= last else min(rows, head_rows)
+        attn = layer.attn
+        through = rows if i <= last else min(rows, head_rows)
         seen = context + (rows + 1) / 2  # keys that a row sees, on average
         seen = seen if attn.window is None else min(seen, attn.window)
         total += through * (2.0 * (part.matrices + top_k * part.expert) + 4.0 * attn.heads * attn.head_dim * seen)
@@ -91,7 +94,8 @@ def intensity(config: ModelConfig, rows: int, context: int, weight_bytes: float,
 
 @lru_cache(maxsize=8)
 def model_size(config: ModelConfig) -> ModelSize:
-    layers, whole = [Counter[str]() for _ in config.layers], Counter[str]()
+    layers = [Counter[str]() for _ in config.layers]
+    whole = Counter[str]()
     for name, plan in tensor_plan(config).items():
         outer, _, rest = name.partition(".")
         if outer != "layers":
@@ -120,7 +124,8 @@ class DrafterSize:
 def drafter_size(config: DrafterConfig | BlockConfig) -> DrafterSize:
     """A step reads everything but the rows of the head that its clusters spare it; a tied head is the target's own."""
     sizes = {name: prod(plan.shape) for name, plan in tensor_plan(config).items() if plan.role != "index"}
-    total, centroids = sum(sizes.values()), sizes.get("centroids", 0)
+    total = sum(sizes.values())
+    centroids = sizes.get("centroids", 0)
     head = (config.draft_vocab if isinstance(config, BlockConfig) else config.vocab_size) * config.head_hidden
     body = total - sizes.get("embed", 0) - sizes.get("head", 0) - centroids
     scored = head // config.clusters * config.cluster_top if config.clusters else head
@@ -133,7 +138,8 @@ def work_bytes(vocab: int, rows: int) -> int:
 
 
 def row_numbers(config: ModelConfig) -> int:
-    moe, widest = config.moe, max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers)
+    moe = config.moe
+    widest = max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in config.layers)
     pairs = 0 if moe is None else moe.top_k * (2 * config.hidden + moe.intermediate)
     return widest + 8 * config.hidden + pairs
 
@@ -145,7 +151,8 @@ def context_that_fits(config: ModelConfig, memory: float, weights: float, item: 
 
 
 def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
-    layer, attn = config.layers[i], config.layers[i].attn
+    layer = config.layers[i]
+    attn = config.layers[i].attn
     experts = config.moe.experts if config.moe else 0
     return {
         "index": i,

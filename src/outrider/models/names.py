@@ -124,10 +124,14 @@ class PlanBuilder(dict[str, TensorPlan]):
 
     def __init__(self, hidden: int, plus_one: bool = False) -> None:
         super().__init__()
-        self.hidden, self.plus_one, self.at, self.inside = hidden, plus_one, "", ""
+        self.hidden = hidden
+        self.plus_one = plus_one
+        self.at = ""
+        self.inside = ""
 
     def layer(self, i: int, root: str = "model.") -> None:
-        self.at, self.inside = f"layers.{i}.", f"{root}layers.{i}."
+        self.at = f"layers.{i}."
+        self.inside = f"{root}layers.{i}."
 
     def add(self, name: str, shape: tuple[int, ...], source: str, role: Role = "matrix") -> None:
         plus_one = self.plus_one and role == "norm"
@@ -183,7 +187,9 @@ class PlanBuilder(dict[str, TensorPlan]):
 
 
 def _target(config: ModelConfig) -> dict[str, TensorPlan]:
-    hidden, vocab, ple = config.hidden, config.vocab_size, config.ple_dim
+    hidden = config.hidden
+    vocab = config.vocab_size
+    ple = config.ple_dim
     plan = PlanBuilder(hidden, plus_one=config.family == "gemma3")
     plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
     if not config.tied:
@@ -212,7 +218,9 @@ def _target(config: ModelConfig) -> dict[str, TensorPlan]:
 
 def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
     """Gemma 4's assistants and our own drafters (see models/drafter.py)."""
-    hidden, wide, vocab = config.hidden, config.backbone_hidden, config.vocab_size
+    hidden = config.hidden
+    wide = config.backbone_hidden
+    vocab = config.vocab_size
     plan = PlanBuilder(hidden)
     if not config.tied_to_target:
         plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
@@ -234,9 +242,13 @@ def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
 
 
 def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan]:
-    hidden, vocab, drafted, taps = config.hidden, config.vocab_size, config.draft_vocab, len(config.taps or ())
+    hidden = config.hidden
+    vocab = config.vocab_size
+    drafted = config.draft_vocab
+    taps = len(config.taps or ())
     plan = PlanBuilder(hidden)
-    eagle, other_width = config.kind == "eagle3", hidden != config.target_hidden
+    eagle = config.kind == "eagle3"
+    other_width = hidden != config.target_hidden
     if config.needs_own or other_width or "embed_tokens.weight" in stored:
         plan.add("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
     if config.needs_own or other_width or drafted < vocab or any(name.startswith("lm_head.weight") for name in stored):

@@ -84,7 +84,8 @@ def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int
         cuts["head"] = tokens
     if config.ple_dim:
         cuts["ple_embed"] = tokens
-    layers, moe = [], config.moe
+    layers = []
+    moe = config.moe
     for i, layer in enumerate(config.layers):
         here = f"layers.{i}."
         own = _attention(cuts, here, layer, tp, f"layer {i}")

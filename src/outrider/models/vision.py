@@ -19,7 +19,9 @@ from .vision_config import CLIPS, VisionConfig
 
 # the fastest one that supports the head size; cuDNN's uses Hopper's wgmma
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-GRAPHS, GRAPH_PIXELS = 16, 1120 * 48 * 48 // 2  # captured shapes; for larger images launches are hidden
+# captured shapes; for larger images launches are hidden
+GRAPHS = 16
+GRAPH_PIXELS = 1120 * 48 * 48 // 2
 
 
 class ShapeGraphs:
@@ -35,7 +37,8 @@ class ShapeGraphs:
             if pixels.shape not in self._seen or len(self._made) >= GRAPHS or pixels.numel() > 3 * GRAPH_PIXELS:
                 self._seen = {*self._seen, pixels.shape} if len(self._seen) < 1024 else set()
                 return self._run(pixels)
-            given, graph = pixels.clone(), torch.cuda.CUDAGraph()
+            given = pixels.clone()
+            graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._made.values()))[1].pool() if self._made else None
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 out = self._run(given)
@@ -76,10 +79,14 @@ class VisionModel:
     ) -> None:
         """weights: by the names of `VisionConfig.tensors`; a tower's layers are popped. ops: of norms, activations and
         rotation (None: torch). threads: of the CPU."""
-        self.config, self.weights, self.ops, self.threads = config, weights, ops or ReferenceOps(), threads
+        self.config = config
+        self.weights = weights
+        self.ops = ops or ReferenceOps()
+        self.threads = threads
         self.nbytes = sum(w.nbytes for w in weights.values())
         some = next(iter(weights.values()))
-        self.device, self.dtype = some.device, some.dtype
+        self.device = some.device
+        self.dtype = some.dtype
         tower = config.kind == "tower"
         self._graphs = ShapeGraphs(self._encode) if self.device.type == "cuda" else None
         self.layers = [self._gather(f"vision_tower.encoder.layers.{i}.") for i in range(config.layers if tower else 0)]
@@ -95,7 +102,8 @@ class VisionModel:
             torch.set_num_threads(before)
 
     def _encode(self, pixels: Tensor) -> Tensor:
-        config, x = self.config, unit_range(pixels)
+        config = self.config
+        x = unit_range(pixels)
         if config.kind == "siglip":
             return self._siglip(x)
         encoded = self._unified(x) if config.kind == "unified" else self._tower(x)
@@ -104,7 +112,9 @@ class VisionModel:
 
     def _unified(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, d]: one projection, three layer norms, positions by column and row."""
-        (merged, positions), here, eps = patches(x, self.config.side), "vision_embedder.", 1e-5
+        merged, positions = patches(x, self.config.side)
+        here = "vision_embedder."
+        eps = 1e-5
         h = self._layer_norm(merged.to(self.dtype), here + "patch_ln1", eps)
         h = self._layer_norm(self._biased(h, here + "patch_dense"), here + "patch_ln2", eps)
         table = self.weights[here + "pos_embedding"]
@@ -113,7 +123,8 @@ class VisionModel:
 
     def _tower(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, d]: patches, positions, encoder layers, mean of pool x pool patches."""
-        config, weights = self.config, self.weights
+        config = self.config
+        weights = self.weights
         cut, positions = patches(x, config.patch)
         h = F.linear((2 * (cut - 0.5)).to(self.dtype), weights["vision_tower.patch_embedder.input_proj.weight"])
         table = weights["vision_tower.patch_embedder.position_embedding_table"]
@@ -123,18 +134,22 @@ class VisionModel:
         for i, layer in enumerate(self.layers):
             following = self.layers[i + 1].norms[0] if i + 1 < len(self.layers) else None
             h, normed = self._layer(layer, h, normed, (cos, sin), following)
-        rows, columns = x.shape[0] // config.side, x.shape[1] // config.side
+        rows = x.shape[0] // config.side
+        columns = x.shape[1] // config.side
         blocks = h.float().view(rows, config.pool, columns, config.pool, config.hidden)
         pooled = blocks.mean((1, 3)).view(-1, config.hidden).to(self.dtype)  # rounded to the working type, as trained
         scaled = pooled.float() * config.hidden**0.5
         if config.standardize:
-            bias, scale = weights["vision_tower.std_bias"], weights["vision_tower.std_scale"]
+            bias = weights["vision_tower.std_bias"]
+            scale = weights["vision_tower.std_scale"]
             scaled = (scaled - bias.float()) * scale.float()
         return scaled.to(self.dtype)
 
     def _siglip(self, x: Tensor) -> Tensor:
         """[h, w, 3] -> [n, text hidden]: patches, positions, encoder layers, mean of pool x pool, norm, projection."""
-        config, weights, tower = self.config, self.weights, "vision_tower."
+        config = self.config
+        weights = self.weights
+        tower = "vision_tower."
         kernel = weights[f"{tower}embeddings.patch_embedding.weight"].permute(0, 2, 3, 1)  # channels last, as patches
         cut = patches((x - 0.5) / 0.5, config.patch)[0].to(self.dtype)
         h = F.linear(cut, kernel.reshape(config.hidden, -1), weights[f"{tower}embeddings.patch_embedding.bias"])
@@ -149,7 +164,11 @@ class VisionModel:
         return normed @ weights["multi_modal_projector.mm_input_projection_weight"]
 
     def _siglip_layer(self, here: str, x: Tensor) -> Tensor:
-        config, linear = self.config, lambda h, name: self._biased(h, here + name)
+        config = self.config
+
+        def linear(h: Tensor, name: str) -> Tensor:
+            return self._biased(h, here + name)
+
         h = self._layer_norm(x, here + "layer_norm1", config.eps)
         q, k, v = (linear(h, f"self_attn.{n}_proj").view(-1, config.heads, config.head_dim) for n in "qkv")
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -175,7 +194,9 @@ class VisionModel:
         self, layer: TowerLayer, x: Tensor, h: Tensor, angles: tuple[Tensor, Tensor], following: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """x [P, d]: the residual stream; h: its norm. Returns both after the layer, with the norm `following`."""
-        config, ops, (_, post, before, after) = self.config, self.ops, layer.norms
+        config = self.config
+        ops = self.ops
+        _, post, before, after = layer.norms
         heads = (config.heads, config.kv_heads)
         q, k, v = ops.rotate_heads(_all(layer.qkv, h, ops), angles, (layer.q_norm, layer.k_norm), heads, config.eps)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -189,7 +210,8 @@ class VisionModel:
         return ops.residual_norm(x, y, after, None, following, config.eps)
 
     def _gather(self, here: str) -> TowerLayer:
-        config, q = self.config, self.config.head_dim // 4
+        config = self.config
+        q = self.config.head_dim // 4
         pairs = torch.arange(config.head_dim, device=self.device).view(2, 2, q).transpose(0, 1).reshape(-1)
         take = lambda name: self.weights.pop(f"{here}{name}.weight").float()  # noqa: E731
         for name, heads in (("q", config.heads), ("k", config.kv_heads)):
@@ -228,7 +250,9 @@ def unit_range(pixels: Tensor) -> Tensor:
 
 def patches(x: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """[h, w, 3] -> values (y, x, channel) [P, side * side * 3] and positions (x, y) [P, 2], row by row."""
-    rows, columns = x.shape[0] // side, x.shape[1] // side
+    rows = x.shape[0] // side
+    columns = x.shape[1] // side
     cut = x.view(rows, side, columns, side, 3).transpose(1, 2).reshape(rows * columns, -1)
-    y, across = torch.arange(rows, device=x.device), torch.arange(columns, device=x.device)
+    y = torch.arange(rows, device=x.device)
+    across = torch.arange(columns, device=x.device)
     return cut, torch.stack((across.repeat(rows), y.repeat_interleave(columns)), 1)

@@ -48,7 +48,8 @@ class VisionConfig:
 
     def image_text(self, token: Callable[[int], str | None]) -> tuple[str, str] | None:
         """Gemma 3's empty lines around an image: (the template's text, its replacement). token: the text of an id."""
-        begin, end = token(self.boi_id), token(self.eoi_id)
+        begin = token(self.boi_id)
+        end = token(self.eoi_id)
         if self.kind != "siglip" or begin is None or end is None:
             return None
         return begin, f"\n\n{begin}{end}\n\n"
@@ -64,7 +65,8 @@ class VisionConfig:
 
     @staticmethod
     def from_hf(raw: Foreign) -> VisionConfig | None:
-        vision, kind = raw.get("vision_config"), raw.get("model_type")
+        vision = raw.get("vision_config")
+        kind = raw.get("model_type")
         if not isinstance(vision, dict) or kind not in ("gemma3", "gemma4", "gemma4_unified"):
             return None
         vocab = int(text_part(raw).get("vocab_size", VOCAB[TYPES[kind]]))
@@ -74,7 +76,8 @@ class VisionConfig:
 
     def tensors(self) -> Shapes:
         """The checkpoint's tensors by name, without the wrapping `model.`, and their shapes."""
-        d, wide = self.hidden, self.side**2 * 3
+        d = self.hidden
+        wide = self.side**2 * 3
         if self.kind == "siglip":
             return self._siglip_tensors()
         last = {"embed_vision.embedding_projection.weight": (self.text_hidden, d)}
@@ -86,7 +89,8 @@ class VisionConfig:
             "vision_tower.patch_embedder.input_proj.weight": (d, self.patch**2 * 3),
             "vision_tower.patch_embedder.position_embedding_table": (2, self.positions, d),
         }
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         linears = {
             "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
             "self_attn.o_proj": (d, q), "mlp.gate_proj": (self.intermediate, d), "mlp.up_proj": (self.intermediate, d),
@@ -107,7 +111,9 @@ class VisionConfig:
         return {**shapes, **last}
 
     def _siglip_tensors(self) -> Shapes:
-        d, wide, tower = self.hidden, self.intermediate, "vision_tower."
+        d = self.hidden
+        wide = self.intermediate
+        tower = "vision_tower."
         biased: Shapes = {f"{tower}embeddings.patch_embedding": (d, 3, self.patch, self.patch)}
         for i in range(self.layers):
             here = f"{tower}encoder.layers.{i}."
@@ -143,7 +149,8 @@ def _biased(modules: Shapes) -> Shapes:
 
 def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
     text = text_part(raw)
-    rope, heads = vision.get("rope_parameters") or {}, int(vision.get("num_attention_heads", 0 if unified else 12))
+    rope = vision.get("rope_parameters") or {}
+    heads = int(vision.get("num_attention_heads", 0 if unified else 12))
     config = VisionConfig(
         kind="unified" if unified else "tower",
         text_hidden=int(text["hidden_size"]),
@@ -172,10 +179,14 @@ def _gemma4(raw: Foreign, vision: Foreign, unified: bool) -> VisionConfig:
 
 
 def _siglip(raw: Foreign, vision: Foreign, vocab: int) -> VisionConfig:
-    text, tokens = text_part(raw), int(raw.get("mm_tokens_per_image") or 256)
-    hidden, heads = int(vision.get("hidden_size", 1152)), int(vision.get("num_attention_heads", 16))
-    size, patch = int(vision.get("image_size", 896)), int(vision.get("patch_size", 14))
-    across, pool = size // patch, size // patch // isqrt(tokens)
+    text = text_part(raw)
+    tokens = int(raw.get("mm_tokens_per_image") or 256)
+    hidden = int(vision.get("hidden_size", 1152))
+    heads = int(vision.get("num_attention_heads", 16))
+    size = int(vision.get("image_size", 896))
+    patch = int(vision.get("patch_size", 14))
+    across = size // patch
+    pool = size // patch // isqrt(tokens)
     if size % patch or not pool or (across // pool) ** 2 != tokens or across % pool or hidden % heads:
         raise misread(f"{tokens} soft tokens of {size} x {size} pixels in patches of {patch}: cannot be run")
     image = int(raw.get("image_token_index") or 262144)

@@ -47,7 +47,10 @@ class AdapterSlots:
     """Used by the engine's thread only."""
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device):
-        self.count, self.dtype, self.device, self.version = count, dtype, device, 0
+        self.count = count
+        self.dtype = dtype
+        self.device = device
+        self.version = 0
         self.weights: dict[str, SlotWeight] = {}
         self._slots: dict[bytes, int] = {}  # by an adapter's content, least recently used first
 
@@ -89,20 +92,25 @@ class AdapterSlots:
         oldest = next((digest for digest in self._slots if digest not in wanted), None)
         if oldest is not None:
             return self._slots.pop(oldest)
-        self.count, self.version = 2 * self.count, self.version + 1
+        self.count = 2 * self.count
+        self.version = self.version + 1
         self.weights = {name: self._grown(known, known.a.shape[2]) for name, known in self.weights.items()}
         return len(self._slots)
 
     def _empty(self, part: LowRank) -> SlotWeight:
         """Without a slot, of rank 0."""
-        rows, like = tuple(rows for rows, _ in part.pieces), torch.empty(0, dtype=self.dtype, device=self.device)
-        a, b = like.view(0, len(rows), 0, part.a.shape[1]), like.view(0, sum(rows), 0)
+        rows = tuple(rows for rows, _ in part.pieces)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        a = like.view(0, len(rows), 0, part.a.shape[1])
+        b = like.view(0, sum(rows), 0)
         return SlotWeight(a, b, like.float().view(0, len(rows)), rows)
 
     def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
         """The same with more slots or a larger rank."""
-        more, wider = self.count - known.a.shape[0], rank - known.a.shape[2]
-        a, b = F.pad(known.a, (0, 0, 0, wider, 0, 0, 0, more)), F.pad(known.b, (0, wider, 0, 0, 0, more))
+        more = self.count - known.a.shape[0]
+        wider = rank - known.a.shape[2]
+        a = F.pad(known.a, (0, 0, 0, wider, 0, 0, 0, more))
+        b = F.pad(known.b, (0, wider, 0, 0, 0, more))
         return SlotWeight(a, b, F.pad(known.scale, (0, 0, 0, more)), known.rows)
 
     @torch.inference_mode()
@@ -113,21 +121,26 @@ class AdapterSlots:
                 weight.scale[slot] = 0.0
                 continue
             a, b, scale = (torch.zeros(t.shape[1:], dtype=t.dtype) for t in (weight.a, weight.b, weight.scale))
-            own_a, own_b, row, first = part.a, part.b, 0, 0
+            own_a = part.a
+            own_b = part.b
+            row = 0
+            first = 0
             assert isinstance(own_a, Tensor) and isinstance(own_b, Tensor), "slots hold dense matrices"
             for i, (rows, rank) in enumerate(part.pieces):
                 if rank:
                     a[i, :rank] = own_a[first : first + rank]
                     b[row : row + rows, :rank] = own_b[row : row + rows, first : first + rank]
                     scale[i] = part.scale[row]
-                row, first = row + rows, first + rank
+                row = row + rows
+                first = first + rank
             for to, value in ((weight.a, a), (weight.b, b), (weight.scale, scale)):
                 to[slot].copy_(value)
 
 
 def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int]]:
     """(first row, rows, slot) of a pass in which sequence i has `counts[i]` rows and uses slot `slots[i]`."""
-    ranges, start = [], 0
+    ranges = []
+    start = 0
     for slot, count in zip(slots, counts, strict=True):
         ranges += [(start + at, min(RANGE_ROWS, count - at), slot) for at in range(0, count, RANGE_ROWS)]
         start += count
@@ -139,7 +152,8 @@ class SlotOps(AdaptedOps):
 
     def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
         super().__init__(base, names, {})
-        self.weights, self.ranges = slots.weights, ranges
+        self.weights = slots.weights
+        self.ranges = ranges
 
     def changed(self, w: DeviceWeight) -> SlotWeight | None:
         return self.weights.get(self.names.get(id(w), ""))

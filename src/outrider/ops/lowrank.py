@@ -70,7 +70,9 @@ class AdaptedOps:
     backend's. names: the canonical name of a weight by its `id`."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], groups: RowGroups):
-        self.base, self.names, self.groups = base, names, groups
+        self.base = base
+        self.names = names
+        self.groups = groups
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.base, name)
@@ -89,7 +91,8 @@ class AdaptedOps:
             y = self.base.add_lowrank(y, x, part, which)
         if not end.act:
             return y
-        rows, (a, b) = self.touched(x, w), y.chunk(2, dim=-1) if end.mul is None else (y, end.mul)
+        rows = self.touched(x, w)
+        a, b = y.chunk(2, dim=-1) if end.mul is None else (y, end.mul)
         if rows is None or rows.shape[0] == x.shape[0]:
             return self.base.act_mul(a, b, end.act)
         # a row that is not changed keeps the fused product's bits
@@ -113,7 +116,9 @@ class AdaptedOps:
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
         """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
-        base, (gate_up, down), rows = self.base, layer.mlp, self.touched(h, *layer.mlp)
+        base = self.base
+        gate_up, down = layer.mlp
+        rows = self.touched(h, *layer.mlp)
         if rows is None:
             return base.moe_with_shared_mlp(router_in, x, h, stream, layer)
         dense = self.linear(self.gated_linear(h, gate_up, layer.experts.act), down)

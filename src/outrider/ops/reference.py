@@ -34,7 +34,8 @@ HALF_MOST = 6e4  # what float16 holds
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """NeoX rotary embedding. x [R, heads, D]; cos, sin [R, D/2] float32; angles of 0 leave a pair untouched."""
     a, b = x.float().chunk(2, dim=-1)
-    c, s = cos[:, None, :], sin[:, None, :]
+    c = cos[:, None, :]
+    s = sin[:, None, :]
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
 
 
@@ -61,8 +62,11 @@ def decoded(rows: Tensor, dim: int) -> Tensor:
 def block_context(attn: BlockAttn, kv: KVView, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [B, kv_heads, N, D] of the positions before `end` [B], as far back as the store and the layer's
     window reach, and the position of each [B, N] (below 0: none). Shapes follow from the view alone."""
-    spec, page = attn.spec, kv.page_size
-    keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
+    spec = attn.spec
+    page = kv.page_size
+    keys = kv.keys[spec.kv_layer]
+    values = kv.values[spec.kv_layer]
+    table = kv.tables[spec.group]
     assert keys is not None and values is not None
     width = min(table.shape[1], -(-kv.max_context // page))
     back = min((w for w in (spec.window, attn.window) if w is not None), default=None)
@@ -234,9 +238,11 @@ class ReferenceOps(TreeOps):
         ranges int32 [n, 3]: (first row, rows, slot) of all rows; slot -1: no addition."""
         y = self.linear(x, w, end.bias)
         for first, count, slot in ranges.tolist():
-            rows, at = slice(first, first + count), 0
+            rows = slice(first, first + count)
+            at = 0
             for i, width in enumerate(change.rows if slot >= 0 else ()):
-                cols, at = slice(at, at + width), at + width
+                cols = slice(at, at + width)
+                at = at + width
                 if (factor := float(change.scale[slot, i])) != 0.0:
                     delta = self.linear(self.linear(x[rows], change.a[slot, i]), change.b[slot, cols]).float()
                     y[rows, cols] = (y[rows, cols].float() + delta * factor).to(y.dtype)
@@ -265,7 +271,9 @@ class ReferenceOps(TreeOps):
 
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
         """qkv [R, spec.qkv_rows] -> q [R, heads·D]: norm and rotate q and k, norm v, write k and v."""
-        rows, dim, (q_norm, k_norm) = qkv.shape[0], spec.head_dim, norms
+        rows = qkv.shape[0]
+        dim = spec.head_dim
+        q_norm, k_norm = norms
         q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
         q = self.rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
         if spec.writes:
@@ -274,7 +282,8 @@ class ReferenceOps(TreeOps):
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """k, v [R, kv_heads, D] into the pages."""
-        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        keys = kv.keys[spec.kv_layer]
+        values = kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         places = kv.positions if kv.kv_slots is None else kv.kv_slots
         page = kv.tables[spec.group][kv.row_seq, places // kv.page_size].long()  # [R]
@@ -284,7 +293,8 @@ class ReferenceOps(TreeOps):
 
     def gather_kv(self, seq: int, count: int, spec: AttnSpec, kv: KVView) -> tuple[Tensor, Tensor]:
         """Keys and values of positions 0..count-1 of one sequence: [kv_heads, count, D]."""
-        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        keys = kv.keys[spec.kv_layer]
+        values = kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         pages = kv.tables[spec.group][seq, : -(-count // kv.page_size)].long()
         rows = lambda t: t[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]  # noqa: E731
@@ -303,7 +313,8 @@ class ReferenceOps(TreeOps):
         out = torch.empty_like(q)
         starts = kv.row_start.tolist()
         for b in range(len(starts) - 1):
-            lo, hi = starts[b], starts[b + 1]
+            lo = starts[b]
+            hi = starts[b + 1]
             if lo == hi:
                 continue
             if kv.ancestors is not None:
@@ -315,7 +326,8 @@ class ReferenceOps(TreeOps):
 
     def _attend_rows(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, at: Tensor, last: Tensor) -> Tensor:
         """Rows of sequence b at positions `at` [R], each of which sees the keys up to `last` [R]."""
-        count, rows = int(last.max()) + 1, q.shape[0]
+        count = int(last.max()) + 1
+        rows = q.shape[0]
         k, v = self.gather_kv(b, count, spec, kv)
         j = torch.arange(count, device=q.device)
         visible = j[None, :] <= last[:, None]
@@ -335,18 +347,21 @@ class ReferenceOps(TreeOps):
     def keys_values(self, made: Tensor, angles: Angles, k_norm: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """K and V [R, kv_heads, D] of their product made [R, ·]: k and then v, unless v is the raw k."""
         parts = made.view(made.shape[0], -1, spec.head_dim)
-        raw_k, raw_v = parts[:, : spec.kv_heads], parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
+        raw_k = parts[:, : spec.kv_heads]
+        raw_v = parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
         k = raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps)
         return self.rotate(k, *angles), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         """A block drafter's K/V of committed positions, from their product (`keys_values`), at the rows' positions."""
-        keys, values = kv.keys[attn.spec.kv_layer], kv.values[attn.spec.kv_layer]
+        keys = kv.keys[attn.spec.kv_layer]
+        values = kv.values[attn.spec.kv_layer]
         assert keys is not None and values is not None
         k, v = self.keys_values(made, angles, attn.k_norm, attn.spec)
         page = kv.tables[attn.spec.group][kv.row_seq, kv.positions // kv.page_size].long()
         slot = kv.positions % kv.page_size
-        keys[page, :, slot], values[page, :, slot] = encoded(k, keys), encoded(v, values)
+        keys[page, :, slot] = encoded(k, keys)
+        values[page, :, slot] = encoded(v, values)
 
     def attend_block(
         self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
@@ -354,9 +369,11 @@ class ReferenceOps(TreeOps):
         """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (`keys_values`),
         before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `own`; each row
         sees the positions of `kv` before its block and the rows of `own` so far, as `attn` says -> [B·S, heads·D]."""
-        spec, (size, kv_heads, _, dim) = attn.spec, own.keys.shape
+        spec = attn.spec
+        size, kv_heads, _, dim = own.keys.shape
         slots = q.shape[0] // size
-        end, q = first + slots, q.view(-1, spec.heads, dim)
+        end = first + slots
+        q = q.view(-1, spec.heads, dim)
         q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), *angles)
         for to, rows in zip((own.keys, own.values), self.keys_values(made, angles, attn.k_norm, spec), strict=True):
             to[:, :, first:end] = rows.view(size, slots, kv_heads, dim).transpose(1, 2)
@@ -378,7 +395,9 @@ class ReferenceOps(TreeOps):
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
         """Each row by itself over the keys of its own path in the order of positions, as in plain decoding."""
         assert kv.ancestors is not None
-        base, paths, positions = int(kv.positions[lo]), kv.ancestors[lo:hi].tolist(), kv.positions[lo:hi].tolist()
+        base = int(kv.positions[lo])
+        paths = kv.ancestors[lo:hi].tolist()
+        positions = kv.positions[lo:hi].tolist()
         k, v = self.gather_kv(b, base + hi - lo, spec, kv)
         for i, (path, position) in enumerate(zip(paths, positions)):
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
@@ -395,7 +414,9 @@ class ReferenceOps(TreeOps):
         p = self.linear(router_in, experts.router).float().softmax(-1)
         weight, chosen = p.topk(experts.top_k, dim=-1)  # [R, top_k]
         weight = weight / weight.sum(-1, keepdim=True) * experts.expert_scale[chosen]
-        out, gate_up, down = torch.zeros_like(x), as_tensor(experts.gate_up), as_tensor(experts.down)
+        out = torch.zeros_like(x)
+        gate_up = as_tensor(experts.gate_up)
+        down = as_tensor(experts.down)
         for e in chosen.unique().tolist():
             row, slot = (chosen == e).nonzero(as_tuple=True)
             h = self.linear(self.gated_linear(x[row], gate_up[e], experts.act), down[e])
@@ -413,7 +434,8 @@ class ReferenceOps(TreeOps):
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
         """The same, where the dense MLP's output is known."""
-        routed, end = self.moe(router_in, x, layer.experts), layer.end
+        routed = self.moe(router_in, x, layer.experts)
+        end = layer.end
         dense = self.rms_norm(dense, end.dense_norm, end.eps)
         y = self.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
         return self.residual_norm(stream, y, end.post_norm, end.scale, end.next_norm, end.eps)

@@ -23,9 +23,11 @@ BRANCH = 4  # tokens after each
 
 def max_nodes(depth: int) -> int:
     """Nodes of a tree of this depth: BRANCH after the newest token, then after each of the WIDTH likeliest."""
-    found, front = 0, 1
+    found = 0
+    front = 1
     for _ in range(depth):
-        found, front = found + BRANCH * front, min(WIDTH, BRANCH * front)
+        found = found + BRANCH * front
+        front = min(WIDTH, BRANCH * front)
     return found
 
 
@@ -104,7 +106,9 @@ class TreeOps:
         """Adds the BRANCH best tokens after each row of the frontier, by logits [B·WIDTH, N] of the tokens `ids`
         (None: 0..N-1), to `nodes`; the likeliest of them are the next frontier. A child's probability is its parent's
         times its own under the (noisy) logits."""
-        batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
+        batch = front.node.shape[0]
+        wide = WIDTH * BRANCH
+        first = level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:
             heat, sampled, seed, position = (t.repeat_interleave(WIDTH)[:, None] for t in noise)
@@ -127,7 +131,8 @@ class TreeOps:
         """The nodes of a chain that was drafted in one call, and the runner-ups of each of its tokens, which are
         leaves. scores, ids [B, depth, P]: the best that each part of the head found at each step, and its token. The
         chain is the best of all."""
-        (batch, depth, _), device = scores.shape, scores.device
+        batch, depth, _ = scores.shape
+        device = scores.device
         best = scores.topk(BRANCH, dim=-1).indices  # [B, D, BRANCH]
         sure = scores.softmax(-1).gather(2, best).nan_to_num(0.0)
         path = sure[:, :, 0].cumprod(1)
@@ -135,13 +140,15 @@ class TreeOps:
         levels = torch.arange(depth, device=device)[:, None].expand(depth, BRANCH).reshape(1, -1)
         first = (torch.arange(depth * BRANCH, device=device) % BRANCH == 0).to(torch.int32)
         parents = torch.where(levels > 0, (levels - 1) * BRANCH, -1)
-        tokens, chance = ids.gather(2, best).to(torch.int64).flatten(1), (given[:, :, None] * sure).flatten(1)
+        tokens = ids.gather(2, best).to(torch.int64).flatten(1)
+        chance = (given[:, :, None] * sure).flatten(1)
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
         """The `count` likeliest nodes, with their parents, which are no less likely and come before them."""
         batch, found = nodes.tokens.shape
-        device, rows = nodes.tokens.device, count + 1
+        device = nodes.tokens.device
+        rows = count + 1
         kept = nodes.chance.sort(dim=1, descending=True, stable=True).indices[:, :count]
         order = torch.where(nodes.chain.gather(1, kept) > 0, kept, kept + found)
         kept = kept.gather(1, order.sort(1).indices)  # [B, N]
@@ -166,11 +173,14 @@ class TreeOps:
         chosen, ids [R]; start [B + 1], where each sequence's rows begin. Returns the number of steps [B]; the chosen
         tokens on the path [B, deepest + 1] and their rows, counted within the sequence; padded with the last one."""
         first = start[:-1].long()
-        batch, rows = first.shape[0], chosen.shape[0]
+        batch = first.shape[0]
+        rows = chosen.shape[0]
         seq = torch.repeat_interleave(start.diff(), output_size=rows).long()  # [R]
-        at, number = first, torch.arange(rows, device=chosen.device)
+        at = first
+        number = torch.arange(rows, device=chosen.device)
         path = [at]
-        accepted, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+        accepted = torch.zeros_like(first)
+        going = torch.ones_like(first, dtype=torch.bool)
         for depth in range(tree.deepest):
             right = (tree.parent_rows == at[seq]) & (ids == chosen[at][seq])  # [R]
             child = first.new_full((batch,), rows).scatter_reduce(0, seq, torch.where(right, number, rows), "amin")
@@ -197,7 +207,8 @@ class TreeOps:
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """Keys and values at `source` [M] of the table rows `seq` [M] to `target` [M]; all are read first."""
-        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        keys = kv.keys[spec.kv_layer]
+        values = kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         page, into = (kv.tables[spec.group][seq, at // kv.page_size].long() for at in (source, target))
         for cache in (keys, values):

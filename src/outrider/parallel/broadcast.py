@@ -68,7 +68,8 @@ class Leader:
     """Wraps an engine's executors, so that the other ranks follow them."""
 
     def __init__(self, engine: Engine, group: ProcessGroup):
-        self.engine, self.group = engine, group
+        self.engine = engine
+        self.group = group
         self._known: dict[str, Known] = {}
         self._last: StepBatch | None = None
         group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
@@ -99,7 +100,8 @@ class Leader:
         known = self._known.get(seq.id)
         if known is None:
             known = self._known[seq.id] = Known(seq)
-            params, images = seq.request.params, seq.request.images
+            params = seq.request.params
+            images = seq.request.images
             images = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in images)
             own = replace(params, grammar=RemoteMatcher() if params.grammar is not None else None)
             joined.append(Request(seq.id, list(seq.request.prompt), own, images=images))
@@ -107,9 +109,11 @@ class Leader:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.group)
         fresh = known.cache is not seq.held
         if fresh:
-            known.cache, known.pages = seq.held, {}
+            known.cache = seq.held
+            known.pages = {}
         pages = new_pages(seq.held, known.pages)
-        tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
+        tokens = seq.tokens[known.tokens :]
+        known.tokens = len(seq.tokens)
         return SeqUpdate(seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
 
     def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
@@ -149,8 +153,12 @@ class BroadcastExecutor:
     """An executor of rank 0 that broadcasts its steps to the other ranks."""
 
     def __init__(self, inner: Executor, index: int, leader: Leader):
-        self.inner, self.index, self.leader = inner, index, leader
-        self.name, self.async_results, self.trees = inner.name, inner.async_results, inner.trees
+        self.inner = inner
+        self.index = index
+        self.leader = leader
+        self.name = inner.name
+        self.async_results = inner.async_results
+        self.trees = inner.trees
 
     def plan(self, batch: StepBatch) -> Plan | None:
         if not self.async_results or not batch.decode:
@@ -185,7 +193,9 @@ class BroadcastMatcher:
     """A grammar's matcher at rank 0: broadcasts its masks to the other ranks, which ask at the same point of a step."""
 
     def __init__(self, matcher: Matcher, group: ProcessGroup):
-        self.matcher, self.group, self.advance = matcher, group, matcher.advance
+        self.matcher = matcher
+        self.group = group
+        self.advance = matcher.advance
 
     @property
     def failed(self) -> str | None:
@@ -240,7 +250,8 @@ class Follower:
 
     def launch(self, executor: int, step: StepMessage | None) -> None:
         self._receive(step)
-        plan, chosen = self._plan, self.engine.executors[executor]
+        plan = self._plan
+        chosen = self.engine.executors[executor]
         if plan is None or plan.batch is not self._batch:
             plan = chosen.plan(self._batch)
         assert plan is not None, "rank 0 could plan this step"
@@ -255,7 +266,8 @@ class Follower:
             if self.engine.drafter is not None:
                 self.engine.drafter.forget(name)
         for request in step.joined:
-            seq, grammar = Seq(request, 0.0, []), request.params.grammar
+            seq = Seq(request, 0.0, [])
+            grammar = request.params.grammar
             seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
             self._seqs[request.id] = seq
         for scheduled in (step.batch.prompts, step.batch.decode):

@@ -83,8 +83,12 @@ class ProcessGroup(Collectives):
     here: ClassVar[ProcessGroup | None] = None
 
     def __init__(self, store: dist.Store, device: torch.device, watch: Watch):
-        self.tp, self.device, self.watch, self.children = watch.tp, device, watch, watch.children
-        tp, cuda = self.tp, device.type == "cuda"
+        self.tp = watch.tp
+        self.device = device
+        self.watch = watch
+        self.children = watch.children
+        tp = self.tp
+        cuda = device.type == "cuda"
         self.captured: list[GraphExecutor] = []  # their graphs hold collectives: NCCL cannot end before they are freed
         self._open = True
         dist.init_process_group(
@@ -155,7 +159,9 @@ class ProcessGroup(Collectives):
         """Ends all processes together; those that hang are killed. told: the others already know of the end."""
         if not self._open:
             return
-        self._open, ProcessGroup.here, self.watch.ending = False, None, True
+        self._open = False
+        ProcessGroup.here = None
+        self.watch.ending = True
         atexit.unregister(self.close)
         late = threading.Timer(LEAVING, self._force)  # a process may be stuck
         late.daemon = True
@@ -176,7 +182,8 @@ class ProcessGroup(Collectives):
 
     def abandon(self) -> None:
         """Kills the others at once: they are loading and would not receive a message."""
-        self._open, self.watch.ending = False, True
+        self._open = False
+        self.watch.ending = True
         atexit.unregister(self.close)
         for child in self.children:
             child.kill()
@@ -191,7 +198,8 @@ def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> Pr
     require(not dist.is_initialized(), "one tensor-parallel model at a time: close the first one")
     place = _place(device, world)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, there = _number("RANK"), _number("WORLD_SIZE")
+        rank = _number("RANK")
+        there = _number("WORLD_SIZE")
         asked = f"--tensor-parallel asks for {world}: give both the same number"
         require(there == world, f"{there} processes were started and {asked}")
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
@@ -225,8 +233,10 @@ def _place(device: str | None, world: int) -> torch.device:
     require(not (device or "").startswith("cuda:"), f"--device {device} names one GPU, {several}")
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local, here = _number("LOCAL_RANK"), torch.cuda.device_count()
-    enough, seen = "RANK" in os.environ or here >= world, f"torch sees {here}"
+    local = _number("LOCAL_RANK")
+    here = torch.cuda.device_count()
+    enough = "RANK" in os.environ or here >= world
+    seen = f"torch sees {here}"
     require(enough, f"--tensor-parallel {world} needs {world} GPUs, {seen}: take fewer, or --device cpu")
     require(local < here, f"local rank {local} has no GPU of its own: {seen}")
     torch.cuda.set_device(local)

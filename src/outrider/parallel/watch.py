@@ -20,13 +20,17 @@ import torch.distributed as dist
 
 from ..models.split import TPRank
 
-LOOK, SIGN, SILENCE = 0.25, 1.0, 30.0  # seconds
+# seconds
+LOOK = 0.25
+SIGN = 1.0
+SILENCE = 30.0
 GRACE = 2.0  # seconds to send errors to running requests; 0: send none
 
 
 class Watch:
     def __init__(self, tp: TPRank, host: str, port: int, children: Sequence[subprocess.Popen[bytes]]):
-        self.tp, self.children = tp, children
+        self.tp = tp
+        self.children = children
         self.ending = False  # a regular end of all processes
         self.gone: str | None = None  # which process was lost, once it is known
         self.grace = GRACE

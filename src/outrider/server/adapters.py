@@ -51,7 +51,8 @@ async def _changed(change: Callable[[], object], name: str, how: str) -> Respons
 
 
 async def load(server: Server, request: Request) -> Response:
-    adapters, body = _pool(server), read(await request.body(), LoadAdapter.model_validate_json)
+    adapters = _pool(server)
+    body = read(await request.body(), LoadAdapter.model_validate_json)
 
     def change() -> None:
         if body.load_inplace and body.lora_name in adapters.paths:
@@ -62,7 +63,8 @@ async def load(server: Server, request: Request) -> Response:
 
 
 async def unload(server: Server, request: Request) -> Response:
-    adapters, body = _pool(server), read(await request.body(), UnloadAdapter.model_validate_json)
+    adapters = _pool(server)
+    body = read(await request.body(), UnloadAdapter.model_validate_json)
     if body.lora_name not in adapters.paths:
         raise ApiError(404, f"There is no adapter '{body.lora_name[:100]}'.", "lora_name", "model_not_found")
     return await _changed(lambda: adapters.remove(body.lora_name), body.lora_name, "removed")

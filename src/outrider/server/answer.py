@@ -90,11 +90,15 @@ class AnswerChoice:
 
     def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         request = job.requests[index]
-        self.index, self.prompt = index, request.prompt
-        self._tokenizer, self._parser, self._one_call = tokenizer, job.parser(), job.one_call
+        self.index = index
+        self.prompt = request.prompt
+        self._tokenizer = tokenizer
+        self._parser = job.parser()
+        self._one_call = job.one_call
         self._pieces = Detokenizer(tokenizer, request.prompt) if job.body.outrider.token_kinds else None
         self.echoed = job.echoes[index] if job.echoes else ""
-        self.content, self.reasoning = self.echoed, ""
+        self.content = self.echoed
+        self.reasoning = ""
         self.calls: list[ToolCall] = []
         self.logprobs: list[tuple[int, dict[int, float]]] = []
         self.tokens: list[list[str]] = []  # [text, kind]
@@ -106,7 +110,9 @@ class AnswerChoice:
 
     def take(self, event: Event) -> Delta:
         """If only one call is allowed, the answer ends at the token that begins the second one."""
-        tokens, parts, parser = event.tokens, list[OutputPart](), self._parser
+        tokens = event.tokens
+        parts = list[OutputPart]()
+        parser = self._parser
         for i, text in enumerate(event.texts if self._one_call else ["".join(event.texts)], 1):
             parts += parser.feed(text)
             if self._one_call and parser.calls > 1:
@@ -124,7 +130,9 @@ class AnswerChoice:
         kept = [p for p in parts if p.index == 0 or p.kind not in ("call", "args")] if self._one_call else parts
         delta = Delta(join(kept), list(zip(tokens, event.logprobs or ())), ids=tokens)
         if self._pieces is not None:
-            tree, shown, ends = event.tree, self._pieces, self._tokenizer.eos_ids
+            tree = event.tree
+            shown = self._pieces
+            ends = self._tokenizer.eos_ids
             delta.tokens = [["" if t in ends else shown.push([t]), kind] for t, kind in zip(tokens, event.kinds)]
             if tree is not None and tree.chain < len(tree.parents):  # a tree may be a chain after all
                 delta.draft = {"tree": {"tokens": self._texts(tree.tokens), "parents": tree.parents, "path": tree.path}}
@@ -163,8 +171,11 @@ class Answer:
     """All choices of one call."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, model: str) -> None:
-        self.job, self.tokenizer, self.model = job, tokenizer, model
-        self.id, self.created = secrets.token_hex(12), int(time.time())
+        self.job = job
+        self.tokenizer = tokenizer
+        self.model = model
+        self.id = secrets.token_hex(12)
+        self.created = int(time.time())
         self.choices = [AnswerChoice(i, job, tokenizer) for i in range(len(job.requests))]
         self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
         self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: log-probabilities of its tokens
@@ -181,7 +192,8 @@ class Answer:
     @property
     def kept(self) -> list[AnswerChoice]:
         """Of each prompt's answers the likeliest, by the mean of their tokens' log-probabilities."""
-        keep, of = self.job.body.n or 1, self.job.candidates
+        keep = self.job.body.n or 1
+        of = self.job.candidates
         if keep == of:
             return self.choices
         groups = [self.choices[i : i + of] for i in range(0, len(self.choices), of)]

@@ -175,7 +175,8 @@ class AnthropicWire(Wire):
 
     def _begin(self, kind: str, block: Json) -> str:
         out = self._stop()
-        self._open, self._index = kind, self._index + 1
+        self._open = kind
+        self._index = self._index + 1
         return out + _event("content_block_start", index=self._index, content_block=block)
 
     def _grow(self, kind: str, **new: str) -> str:

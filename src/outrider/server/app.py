@@ -43,8 +43,12 @@ from .stores import FileStore, ResponseStore
 from .tracing import Tracing
 
 log = logging.getLogger("outrider.server")
-READERS, MOST_WAITING = 2, 32  # threads that read bodies; requests of one client that wait to be read
-BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many of that size are read at once, one per client
+# threads that read bodies; requests of one client that wait to be read
+READERS = 2
+MOST_WAITING = 32
+# bytes; and how many of that size are read at once, one per client
+BIG_BODY = 256 << 10
+BIG_BODIES = 4
 UNBOUNDED = 1 << 30
 T = TypeVar("T")
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
@@ -78,7 +82,8 @@ class Server:
     """The models of a `ModelPool` behind the routes of one app."""
 
     def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
-        self.pool, self.settings = pool, settings
+        self.pool = pool
+        self.settings = settings
         self.admission = Admission(settings)
         self.keys = Keys(settings)
         # one client may fill all places at once
@@ -181,7 +186,8 @@ class Server:
 
     async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. `stack` gives back what was taken on the way."""
-        client, body = got.client, await got.parsed(wire.parse)
+        client = got.client
+        body = await got.parsed(wire.parse)
         model, adapter = await self.borrow(request, got, body.model, stack)
         many = partial(model.prepare.answers, body)
         answers = await got.work(many) if got.long else many()
@@ -200,7 +206,9 @@ class Server:
             namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
         grammar = None if job.grammar is None else await model.grammars.get(job.grammar, client)
         for r in job.requests:
-            r.adapter, r.namespace, r.client = adapter, namespace, client
+            r.adapter = adapter
+            r.namespace = namespace
+            r.client = client
             if grammar is not None:
                 r.params = replace(r.params, grammar=grammar)
             if self.settings.log_prompts:

@@ -68,7 +68,8 @@ class BadLine(Exception):
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.custom_id = code, custom_id
+        self.code = code
+        self.custom_id = custom_id
 
 
 def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
@@ -185,7 +186,8 @@ class BatchFile:
         require(bool(known), f"{self.source} holds no request")
         with closing(Results(self.out)) as results:
             finished = results.finished()
-            strange, others = finished.difference(known), "other requests, of another model or of another --seed"
+            strange = finished.difference(known)
+            others = "other requests, of another model or of another --seed"
             told = f"{self.out} holds results of {others} ({min(strange, default='')}): choose another --out"
             require(not strange, told)
             progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
@@ -232,7 +234,8 @@ async def _result(line: BatchLine, names: dict[str, int], seed: int, answer: Ans
         error = {"code": e.code, "message": f"Line {line.number}: {e}"}
         return {"id": line.id, "custom_id": custom_id or e.custom_id, "response": None, "error": error}
     except ApiError as e:
-        status, told = e.status, e.body()
+        status = e.status
+        told = e.body()
     response = {"status_code": status, "request_id": line.id, "body": told}
     return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
 
@@ -305,7 +308,8 @@ class WorkerPool:
 
     def __init__(self, make: Callable[[], Awaitable[Answerer]], workers: int) -> None:
         """make: a worker; it and its calls raise WorkerLost if the worker dies."""
-        self._make, self._slots = make, [_WorkerSlot() for _ in range(workers)]
+        self._make = make
+        self._slots = [_WorkerSlot() for _ in range(workers)]
 
     async def answer(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
         for _ in range(MOST_DEATHS):

@@ -89,7 +89,8 @@ class Batch:
 class Batches(ClientStore[Batch]):
     def __init__(self, server: Server, files: FileStore) -> None:
         super().__init__("batch")
-        self._server, self._files = server, files
+        self._server = server
+        self._files = files
 
     def start(self, client: str, request: BatchRequest) -> Batch:
         if request.endpoint not in ROUTES:
@@ -128,7 +129,8 @@ class Batches(ClientStore[Batch]):
             batch.total = await asyncio.to_thread(lambda: sum(1 for _ in read_lines(batch.source.path, salt)))
             require(batch.total > 0, "the file holds no request")
             batch.become("in_progress")
-            lines, most = read_lines(batch.source.path, salt), self._server.settings.max_concurrent
+            lines = read_lines(batch.source.path, salt)
+            most = self._server.settings.max_concurrent
             async with aclosing(answer_lines(lines, {}, 0, partial(self._answer, batch), most)) as found:
                 async for rows in found:
                     for row in rows:

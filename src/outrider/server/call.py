@@ -42,10 +42,17 @@ class Call:
     def __init__(
         self, server: Server, model: LoadedModel, answer: Answer, wire: Wire, taken: ExitStack, route: str, since: float
     ) -> None:
-        self._server, self._model, self._client = server, model, answer.job.requests[0].client
-        self.answer, self._wire, self._taken, self._route = answer, wire, taken, route
-        self._job, self._timeout = answer.job, server.settings.timeout
-        self._began, self.deadline = time.monotonic(), since + self._timeout
+        self._server = server
+        self._model = model
+        self._client = answer.job.requests[0].client
+        self.answer = answer
+        self._wire = wire
+        self._taken = taken
+        self._route = route
+        self._job = answer.job
+        self._timeout = server.settings.timeout
+        self._began = time.monotonic()
+        self.deadline = since + self._timeout
         self._stream = RequestStream(model.runner, (r.id for r in self._job.requests))
         self._holding: set[str] = set()  # requests that have a place in the engine
         self._others: asyncio.Task[None] | None = None
@@ -123,7 +130,8 @@ class Call:
 
     async def chunks(self) -> AsyncIterator[str]:
         """Errors after the first byte can only be told inside the stream."""
-        wire, answer = self._wire, self.answer
+        wire = self._wire
+        answer = self.answer
         try:
             if opening := wire.opening(answer):
                 yield opening
@@ -156,7 +164,8 @@ class Call:
             while stream.open and not self.answer.finished:
                 event = await stream.next(min(self._left(), KEEP_ALIVE_S if self._answering else TELL_S))
                 if event is not None and not self._answering:
-                    self._answering, self._read = True, None
+                    self._answering = True
+                    self._read = None
                     self._extend()
                 if event is not None and event.finish_reason is not None:
                     self._release(event.id)
@@ -185,7 +194,8 @@ class Call:
         if self._closed:
             return
         self._closed = True
-        metrics, choices = self._server.metrics, self.answer.choices
+        metrics = self._server.metrics
+        choices = self.answer.choices
         if self._stream.open:
             metrics.aborted.inc()
         self._taken.close()
@@ -269,7 +279,8 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(departure())
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(departure())
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

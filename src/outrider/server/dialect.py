@@ -77,7 +77,8 @@ def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if role == "system" and any(earlier["role"] != "system" for earlier in out):
             role = "user"
         if out and role != "tool" and out[-1]["role"] == role:
-            last, texts = out[-1], (out[-1]["content"], message["content"])
+            last = out[-1]
+            texts = (out[-1]["content"], message["content"])
             if all(isinstance(text, str) for text in texts):
                 joined: Any = "\n\n".join(filter(None, texts))
             else:  # with images

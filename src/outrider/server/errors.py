@@ -29,7 +29,9 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
 # A parser holds the interpreter until it is done. 4 MB of text take it 5 ms, 4 MB of `{},` half a second: what counts
 # is bounded.
-MAX_VALUES, MAX_MEMBERS = 1 << 19, 1 << 16  # separators; members of objects together with lists and objects
+# separators; members of objects together with lists and objects
+MAX_VALUES = 1 << 19
+MAX_MEMBERS = 1 << 16
 BLOCK = 1 << 18  # bytes that are counted at once, in less than a millisecond
 
 
@@ -45,7 +47,11 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
 
     @property
     def reason(self) -> str:
@@ -81,7 +87,8 @@ class ContextOverflow(ApiError):
 
     def __init__(self, tokens: int, most: int, context: int, field: str, at_least: bool = False) -> None:
         """most: tokens a prompt may have. at_least: the text was not tokenised to its end."""
-        self._tokens, self._most = tokens, most
+        self._tokens = tokens
+        self._most = most
         told = f"your {field} resulted in {'at least ' if at_least else ''}{tokens} tokens"
         advice = f"Please reduce the length of the {field}; at most {most} tokens are left for it."
         message = f"This model's maximum context length is {context} tokens. However, {told}. {advice}"
@@ -170,9 +177,11 @@ def check_size(raw: bytes) -> None:
     for start in range(0, len(raw), BLOCK):
         block = np.frombuffer(raw, np.uint8, min(BLOCK, len(raw) - start), start)
         quotes = np.cumsum(block == ord('"'), dtype=np.uint8) + np.uint8(inside)
-        inside, outside = int(quotes[-1]) & 1, (quotes & 1) == 0
+        inside = int(quotes[-1]) & 1
+        outside = (quotes & 1) == 0
         colons, commas, lists, objects = (int(np.count_nonzero((block == kind) & outside)) for kind in b":,[{")
-        many, members = many + commas + colons, members + colons + lists + objects
+        many = many + commas + colons
+        members = members + colons + lists + objects
         if many > MAX_VALUES or members > MAX_MEMBERS:
             most = f"{MAX_VALUES} values and {MAX_MEMBERS} objects, lists and members of objects"
             raise bad(f"The body is too complex: at most {most} can be read.", None, "body_too_complex")

@@ -47,7 +47,8 @@ class FairQueue(Generic[T]):
 
     def __init__(self, most_waiting: int = sys.maxsize, what: str = "") -> None:
         """`most_waiting`: of one client. `what`: it waits for, named in a refusal."""
-        self._most, self._what = most_waiting, what
+        self._most = most_waiting
+        self._what = what
         self._of: dict[str, list[tuple[int, int, T]]] = {}  # by client: (priority, number, item)
         self._numbers = itertools.count()
         self.estimate = WaitEstimate()
@@ -86,7 +87,8 @@ class FairQueue(Generic[T]):
 
     def clear(self) -> list[T]:
         """Everything that waited."""
-        items, self._of = [entry[2] for entries in self._of.values() for entry in entries], {}
+        items = [entry[2] for entries in self._of.values() for entry in entries]
+        self._of = {}
         return items
 
 
@@ -184,7 +186,8 @@ class FairExecutor:
     goes back to the event loop together. A hundred small pieces wake both a few times."""
 
     def __init__(self, threads: int, most_waiting: int, name: str = "outrider-reader") -> None:
-        self._threads, self._idle = ThreadPoolExecutor(threads, name), threads
+        self._threads = ThreadPoolExecutor(threads, name)
+        self._idle = threads
         self._lock = threading.Lock()
         self._waiting: FairQueue[Piece] = FairQueue(most_waiting, "being read")
         self._busy: set[str] = set()  # clients that a thread works for
@@ -250,7 +253,8 @@ class FairExecutor:
 
     def _tell(self) -> None:
         with self._lock:
-            done, self._done = self._done, []
+            done = self._done
+            self._done = []
         for answer, result, error in done:
             if answer.done():
                 continue  # its caller has left

@@ -23,13 +23,16 @@ from .grammar_source import MAX_CHARS, GrammarSource, build
 
 STACK = 1 << 20  # bytes; any thread of the server has more
 # seconds of processor time after which a trial gets the lowest priority; seconds between two checks
-QUICK, LOOK = 0.1, 0.05
+QUICK = 0.1
+LOOK = 0.05
 
 
 class GrammarSandbox:
     def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int) -> None:
         """Of one trial: seconds of processor time, and bytes."""
-        self.compiler, self.seconds, self.memory = compiler, seconds, memory
+        self.compiler = compiler
+        self.seconds = seconds
+        self.memory = memory
 
     def answer(self, source: GrammarSource, connection: int) -> dict[str, object]:
         """The grammar's text and size, or why it is refused. Ends this process when the connection closes."""

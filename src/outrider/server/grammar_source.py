@@ -151,7 +151,9 @@ def _rebase(schema: Json, base: str) -> Json:
 
 def gemma_calls(functions: Sequence[tuple[str, Schema]], most: int, token_id: Callable[[str], int]) -> str:
     """`token_id`: the id of a control token."""
-    quote, rules, bodies = f"<[{token_id(GEMMA_QUOTE)}]>", dict[str, str](), []
+    quote = f"<[{token_id(GEMMA_QUOTE)}]>"
+    rules = dict[str, str]()
+    bodies = []
     for name, parameters in functions:
         arguments = _Gemma(quote, rules, parameters, f"tool '{name}'").rule({"type": "object", **parameters})
         bodies.append(f"{_quote(f'call:{name}')} {arguments}")
@@ -232,7 +234,8 @@ class _Gemma:
         members = [(f"{_quote(key + ':')} {self.rule(s)}", key in required) for key, s in properties.items()]
         # rest[i]: members i.. when something stands before them (so each brings its comma); head[i]: when nothing does
         comma = _quote(",")
-        rest, head = '""', '""'
+        rest = '""'
+        head = '""'
         for text, needed in reversed(members):
             follow = self._new(f"{text} {rest}".replace(' ""', ""))
             head = follow if needed else self._new(f"{follow} | {head}")
@@ -242,7 +245,8 @@ class _Gemma:
     def _array(self, schema: Schema) -> str:
         self._only(schema, "items", "minItems", "maxItems")
         item = self.rule(schema.get("items", {}))
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least = schema.get("minItems", 0)
+        most = schema.get("maxItems")
         if not isinstance(least, int) or (most is not None and (not isinstance(most, int) or most < max(least, 0))):
             raise OutriderError(f"{self.where}: minItems and maxItems don't fit")
         if most == 0:
@@ -260,7 +264,8 @@ class _Gemma:
             body = "/" + pattern.replace("/", "\\/") + "/"
         elif "minLength" in schema or "maxLength" in schema:
             self._only(schema, "minLength", "maxLength")
-            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+            least = schema.get("minLength", 0)
+            most = schema.get("maxLength", "")
             if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
                 raise OutriderError(f"{self.where}: minLength and maxLength must be whole numbers")
             body = f"/(.|\\n){{{least},{most}}}/"

@@ -28,9 +28,16 @@ from .fair import FairGate
 from .grammar_source import MAX_CHARS, GrammarSource
 
 SANDBOX = "outrider.server.grammar_sandbox"
-SECONDS, MEMORY, PATIENCE = 1.0, 192 << 20, 4.0  # of one trial: processor time, bytes, and seconds by the clock
-KEEP, REFUSAL = 32 << 20, 32 << 10  # bytes of all together; and what a refusal counts for
-AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
+# of one trial: processor time, bytes, and seconds by the clock
+SECONDS = 1.0
+MEMORY = 192 << 20
+PATIENCE = 4.0
+# bytes of all together; and what a refusal counts for
+KEEP = 32 << 20
+REFUSAL = 32 << 10
+# trials; and of one client behind them
+AT_ONCE = 2
+WAITING = 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ def stand_back() -> None:
 
 class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._vocab = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab = vocab_size
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
         self._sandbox = ChildProcess(SANDBOX, self._setup)

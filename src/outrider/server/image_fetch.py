@@ -61,7 +61,8 @@ def fetch_image(url: str, hosts: str) -> bytes:
 def _parts(url: str, hosts: frozenset[str]) -> tuple[str, int, str, bool]:
     with bad_input((ValueError, KeyError), lambda _: f"{url[:60]!r} is not an address of an image"):
         parts = urlsplit(url)
-        host, port = (parts.hostname or "").lower(), parts.port or PORTS[parts.scheme]
+        host = (parts.hostname or "").lower()
+        port = parts.port or PORTS[parts.scheme]
     named = host if port == PORTS[parts.scheme] else f"{host}:{port}"
     if named not in hosts or "@" in parts.netloc:
         raise OutriderError(f"images are not fetched from {named[:80]!r}: --allow-image-hosts does not name it")

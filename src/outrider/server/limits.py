@@ -31,7 +31,8 @@ log = logging.getLogger("outrider.server")
 OPEN_PATHS = ("/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version")
 LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this machine
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-HEADERS, USUAL_HEADERS = re.compile(r"[A-Za-z0-9_, -]{1,2048}"), b"authorization, content-type, x-api-key"
+HEADERS = re.compile(r"[A-Za-z0-9_, -]{1,2048}")
+USUAL_HEADERS = b"authorization, content-type, x-api-key"
 SLASHES = re.compile("/{2,}")
 # characters of a path that may be logged: never a client's text
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
@@ -71,7 +72,8 @@ class Admission:
             wait = self._estimate.until_free((mine + sequences - self.share) * self.in_flight // mine)
             raise ApiError(429, f"{held}; {self.share} are its share.", retry_after=wait, code="client_full")
         self.in_flight += sequences
-        entered, began = self.in_flight, time.monotonic()
+        entered = self.in_flight
+        began = time.monotonic()
         self._of[client] = mine + sequences
         try:
             yield
@@ -88,7 +90,8 @@ class Keys:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._keys = [k.encode() for k in settings.api_keys]
-        self._own, self._file = settings.api_key, settings.api_key_file
+        self._own = settings.api_key
+        self._file = settings.api_key_file
 
     def __bool__(self) -> bool:
         return bool(self._keys)
@@ -134,7 +137,10 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, int], None], keys: Keys) -> None:
         """`count`: is told the path and status of an answer."""
-        self.app, self._settings, self._count, self._keys = app, settings, count, keys
+        self.app = app
+        self._settings = settings
+        self._count = count
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -154,7 +160,8 @@ class RequestGuard:
         state = {**scope.get("state", {}), "request_id": id, "client": client, "path": path}
         scope = {**scope, "path": root + path, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers)
-        got, begun = 0, False
+        got = 0
+        begun = False
 
         async def counted() -> Message:
             nonlocal got
@@ -209,7 +216,8 @@ class RequestGuard:
 
     def _host(self, headers: dict[str, str]) -> None:
         """On loopback no foreign host names (DNS rebinding)."""
-        host, origin = headers.get("host", ""), headers.get("origin", "")
+        host = headers.get("host", "")
+        origin = headers.get("origin", "")
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
         open_to_all = not self._settings.loopback and not self._keys
@@ -219,7 +227,8 @@ class RequestGuard:
 
     def _origin(self, headers: dict[str, str]) -> None:
         """A web page elsewhere must not drive this server. Its preflight is answered, so that it can read why."""
-        host, origin = headers.get("host", ""), headers.get("origin", "")
+        host = headers.get("host", "")
+        origin = headers.get("origin", "")
         if origin and origin.partition("://")[2] != host and not self._may_call(origin):
             message = "Requests from other origins are not allowed; see --allowed-origin."
             raise ApiError(403, message, code="foreign_origin")

@@ -67,7 +67,8 @@ class HttpServer(uvicorn.Server):
     async def _tidy(self) -> None:
         """Memory of ended connections and large bodies goes back to the system when they are gone, but only while no
         request runs: the collector and malloc_trim hold locks that every thread needs."""
-        before, admission = (0, 0), self.app.state.server.admission
+        before = (0, 0)
+        admission = self.app.state.server.admission
         while True:
             await asyncio.sleep(TIDY_S)
             now = (self.connections.closed, self.server_state.total_requests)
@@ -116,7 +117,8 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        level, message = record.levelname.lower(), record.getMessage()
+        level = record.levelname.lower()
+        message = record.getMessage()
         return json.dumps({"time": when, "level": level, "logger": record.name, "message": message})
 
 

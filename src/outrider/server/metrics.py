@@ -116,7 +116,8 @@ class ServerMetrics:
         slots = self._pool.slots.values()
         size = {s.name: s.size if s.model is not None else 0 for s in slots}
         there = {s.name: int(s.model is not None) for s in slots}
-        loads, gone = {s.name: s.loads for s in slots}, {s.name: s.evictions for s in slots}
+        loads = {s.name: s.loads for s in slots}
+        gone = {s.name: s.evictions for s in slots}
         yield _labelled(GaugeMetricFamily, "model_loaded", "1 while a model is loaded.", "model", there)
         yield _labelled(GaugeMetricFamily, "model_bytes", "Weights and K/V of a loaded model.", "model", size)
         yield _labelled(CounterMetricFamily, "model_loads", "Times a model was loaded.", "model", loads)

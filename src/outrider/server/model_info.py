@@ -141,7 +141,8 @@ def when(seconds: int) -> str:
 
 
 def card(slot: PoolSlot, started: int) -> Json:
-    info, context = slot.info, slot.max_context or None
+    info = slot.info
+    context = slot.max_context or None
     meta = {
         "n_ctx_train": info.trained_context,
         "n_ctx": context,
@@ -197,7 +198,8 @@ def ollama_loaded(slot: PoolSlot, started: int) -> Json:
 
 
 def ollama_show(slot: PoolSlot, started: int) -> Json:
-    info, family = slot.info, slot.info.family or "outrider"
+    info = slot.info
+    family = slot.info.family or "outrider"
     known: Json = {
         "general.architecture": family,
         "general.parameter_count": info.parameters,
@@ -206,7 +208,9 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
         f"{family}.embedding_length": info.hidden,
         f"{family}.block_count": info.layers,
     }
-    capabilities, template, sampling = ["completion", "tools"], "", ""
+    capabilities = ["completion", "tools"]
+    template = ""
+    sampling = ""
     if slot.model is not None:
         prepare = slot.model.prepare
         template = prepare.tokenizer.files.chat_template or ""

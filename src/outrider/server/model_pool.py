@@ -53,7 +53,8 @@ class LoadedModel:
     things); `stop` belongs on it."""
 
     def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
-        self.name, self.backend = name, backend
+        self.name = name
+        self.backend = backend
         self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes, settings.finish_prompts)
         self.turns = TurnQueue(backend.places or settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
@@ -136,7 +137,8 @@ class ModelPool:
     def __init__(self, slots: Sequence[PoolSlot], limit: int | None, settings: ServerSettings) -> None:
         """`limit`: bytes for all loaded models together (one alone may be larger); None: as many as there are."""
         self.slots = {slot.name: slot for slot in slots}
-        self.limit, self._settings = limit, settings
+        self.limit = limit
+        self._settings = settings
         self._waiting: list[_WaitingLoad] = []
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
@@ -337,7 +339,8 @@ def total(counted: Sequence[Metrics]) -> Metrics:
     out = Metrics()
     for metrics in counted:
         for f in fields(Metrics):
-            mine, other = getattr(out, f.name), getattr(metrics, f.name)
+            mine = getattr(out, f.name)
+            other = getattr(metrics, f.name)
             if isinstance(mine, dict):
                 for key, value in list(other.items()):
                     mine[key] = mine.get(key, 0) + value

@@ -177,14 +177,16 @@ class OllamaWire(Wire):
     def _line(self, model: str, text: str = "", thought: str = "", calls: Sequence[ToolCall] = ()) -> Json:
         told = [{"function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls]
         more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": told} if told else {})}
-        logprobs, self._logprobs = self._logprobs, []
+        logprobs = self._logprobs
+        self._logprobs = []
         head = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
         said = {"message": {"role": "assistant", "content": text, **more}} if self._chat else {"response": text, **more}
         return {**head, **said, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self, answer: Answer) -> Json:
         """Durations are in nanoseconds; that of loading is everything but reading the prompt and writing the answer."""
-        one, total = answer.choices[0], int(1e9 * (time.monotonic() - self._began))
+        one = answer.choices[0]
+        total = int(1e9 * (time.monotonic() - self._began))
         prompt, new = (0, 0) if one.stats is None else (int(1e9 * one.stats.prefill_s), int(1e9 * one.stats.decode_s))
         return {
             "done": True,

@@ -16,7 +16,8 @@ FINGERPRINT = f"outrider-{__version__}"
 
 class OpenAIWire(Wire):
     def __init__(self, shape: type[ChatRequest] | type[CompletionRequest] = ChatRequest) -> None:
-        self._shape, self._chat = shape, shape is ChatRequest
+        self._shape = shape
+        self._chat = shape is ChatRequest
         self._old_calls = False  # `functions` were sent, as it was before there were tools
         self._begun: set[int] = set()  # choices that a chunk was made of
         self._offsets: dict[int, int] = {}  # of choices: where in the text the next token's entry begins
@@ -39,7 +40,8 @@ class OpenAIWire(Wire):
         return out
 
     def _whole_choice(self, answer: Answer, index: int, c: AnswerChoice) -> Json:
-        job, body = answer.job, answer.job.body
+        job = answer.job
+        body = answer.job.body
         if self._chat:
             message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
             if c.reasoning:
@@ -71,7 +73,8 @@ class OpenAIWire(Wire):
         return _written(answer, first)
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
-        job, body = answer.job, answer.job.body
+        job = answer.job
+        body = answer.job.body
         told = Delta(ids=delta.ids) if job.max_zero else delta
         fields = [self._fields(choice, part) for part in told.parts]
         if not fields and (told.logprobs or told.tokens or (body.return_token_ids and told.ids)):
@@ -95,7 +98,8 @@ class OpenAIWire(Wire):
     def _fields(self, choice: AnswerChoice, part: OutputPart) -> Json:
         if part.kind in ("content", "reasoning"):
             return {"content" if part.kind == "content" else "reasoning_content": part.text}
-        begins, call = part.kind == "call", choice.calls[part.index]
+        begins = part.kind == "call"
+        call = choice.calls[part.index]
         function = {"name": call.name, "arguments": ""} if begins else {"arguments": part.text}
         if self._old_calls:
             return {"function_call": function}
@@ -138,7 +142,8 @@ class OpenAIWire(Wire):
     # ---- log-probabilities
 
     def _logprobs(self, answer: Answer, choice: AnswerChoice, scored: Scored) -> Json | None:
-        job, wanted = answer.job, answer.job.body.alternatives
+        job = answer.job
+        wanted = answer.job.body.alternatives
         if job.max_zero:
             scored = scored[: len(choice.prompt)] if job.echo_logprobs else ()
         if wanted is None or not scored:
@@ -210,7 +215,8 @@ def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
     def by_position(name: str) -> list[int]:
         return [sum(counts) for counts in zip(*(getattr(s, f"{name}_by_position") for s in known))]
 
-    cycles, accepted = sum(s.cycles for s in known), sum(s.accepted for s in known)
+    cycles = sum(s.cycles for s in known)
+    accepted = sum(s.accepted for s in known)
     positions = zip(by_position("drafted"), by_position("accepted"))
     return {
         **sums("cycles", "drafted", "accepted", "trees", "branched"),

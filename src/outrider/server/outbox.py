@@ -24,7 +24,9 @@ log = logging.getLogger("outrider")
 FEW = 16  # up to this many streams are written to after every step
 SHARE = 0.3  # of the time between two windows is for writing
 LONGEST = 0.05  # seconds that something waits, if the loop can help it
-WRITE_S, SHORTEST = 1e-4, 1e-5  # seconds that writing to one stream takes, until that was measured; and at least
+# seconds that writing to one stream takes, until that was measured; and at least
+WRITE_S = 1e-4
+SHORTEST = 1e-5
 
 
 Item = Event | Exception  # what a stream receives
@@ -36,7 +38,8 @@ class Receiver(Protocol):
 
 class Outbox:
     def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        self._call_soon, self._lock = call_soon, threading.Lock()
+        self._call_soon = call_soon
+        self._lock = threading.Lock()
         self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, the longest waiting first
         self._known: set[str] = set()  # requests that something was said of
         self._soon: set[str] = set()  # waiting streams that begin or end: they come first
@@ -66,7 +69,8 @@ class Outbox:
     def open(self, streams: int) -> None:
         """Now is the time to write. streams: how many there are."""
         now = time.perf_counter()
-        gap, self._opened = now - self._opened, now
+        gap = now - self._opened
+        self._opened = now
         self._between = 0.8 * self._between + 0.2 * min(gap, LONGEST)
         with self._lock:
             if self._writing or not self._waiting:
@@ -80,7 +84,8 @@ class Outbox:
         with self._lock:
             if self._writing or not self._soon:
                 return
-            self._writing, count = True, len(self._soon)
+            self._writing = True
+            count = len(self._soon)
         self._call_soon(lambda: self._hand_over(count))
 
     def flush(self) -> None:

@@ -68,7 +68,8 @@ class CharParser(ABC):
         return tag
 
     def _take(self) -> list[OutputPart]:
-        out, self._out = self._out, []
+        out = self._out
+        self._out = []
         return join(out)
 
 
@@ -88,7 +89,8 @@ class ParserChain:
     """Thoughts first, then tool calls in what is left."""
 
     def __init__(self, thoughts: Parser, tools: Parser) -> None:
-        self._thoughts, self._tools = thoughts, tools
+        self._thoughts = thoughts
+        self._tools = tools
 
     @property
     def calls(self) -> int:
@@ -122,14 +124,17 @@ class TagParser:
         self.held += char
         free = ""
         while self.held and not any(tag.startswith(self.held) for tag in self.tags):
-            free, self.held = free + self.held[0], self.held[1:]
+            free = free + self.held[0]
+            self.held = self.held[1:]
         if self.held in self.tags:
-            tag, self.held = self.held, ""
+            tag = self.held
+            self.held = ""
             return free, tag
         return free, None
 
     def flush(self) -> str:
-        held, self.held = self.held, ""
+        held = self.held
+        self.held = ""
         return held
 
 

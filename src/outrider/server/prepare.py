@@ -38,7 +38,9 @@ from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCa
 
 class Preparer:
     def __init__(self, backend: ServedModel, settings: ServerSettings) -> None:
-        self.backend, self._settings, self.name = backend, settings, settings.model_name
+        self.backend = backend
+        self._settings = settings
+        self.name = settings.model_name
         self.tokenizer = backend.tokenizer
         self._longest_token = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
         self.dialect = Dialect.of(backend.tokenizer)
@@ -69,7 +71,9 @@ class Preparer:
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
         params = self._params(body, body.alternatives, self._hand_over if body.tools else ())
-        n, last, guess = body.n or 1, body.messages[-1], body.prediction
+        n = body.n or 1
+        last = body.messages[-1]
+        guess = body.prediction
         hint = () if guess is None else tuple(self.tokens(guess.text, False, "prediction"))
         requests = self._requests(body, [ids], params, n, hint)
         echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
@@ -97,7 +101,8 @@ class Preparer:
     ) -> list[Request]:
         """`n` for each prompt, with both bounds of an answer's length as far as the context has room behind it."""
         asked = body.outrider.draft_tokens
-        k, group = None if asked == "auto" else asked, uuid.uuid4().hex
+        k = None if asked == "auto" else asked
+        group = uuid.uuid4().hex
         out: list[Request] = []
         for ids in prompts:
             most = max(1, min(params.max_tokens, self.backend.max_context - len(ids)))
@@ -113,13 +118,18 @@ class Preparer:
 
     def answers(self, body: ChatRequest | CompletionRequest) -> int:
         """The number of answers of a call; refuses too many before the text is read."""
-        n, prompts, field = body.n or 1, list[str | list[object]](), "prompt"
+        n = body.n or 1
+        prompts = list[str | list[object]]()
+        field = "prompt"
         if isinstance(body, ChatRequest):
-            prompts, field = ["".join(m.text for m in body.messages)], "messages"
+            prompts = ["".join(m.text for m in body.messages)]
+            field = "messages"
         else:
-            n, prompts = max(n, body.best_of or 1), body.prompt
+            n = max(n, body.best_of or 1)
+            prompts = body.prompt
             bad_if(not prompts or not all(prompts), "The prompt is empty.", "prompt")
-        many, most = n * len(prompts), self._settings
+        many = n * len(prompts)
+        most = self._settings
         allowed = f"n can be at most {most.max_choices}, prompts times n at most {most.max_answers}"
         refused = n > most.max_choices or many > most.max_answers
         bad_if(refused, f"This call asks for {many} answers; {allowed}.", "n")
@@ -182,7 +192,8 @@ class Preparer:
         """The tokens that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and too many are refused."""
         if asked is None:
             return None
-        field, most = "truncate_prompt_tokens", self.longest_prompt
+        field = "truncate_prompt_tokens"
+        most = self.longest_prompt
         bad_if(asked == 0 or asked > most, f"{field} must be -1 or in 1..{most}.", field)
         most = most if asked == -1 else asked
         return slice(most) if side == "right" else slice(-most, None)
@@ -203,7 +214,8 @@ class Preparer:
         for text, field in ((prompt, "prompt"), (suffix, "suffix")):
             self._check_beginning(text, field)
         first, second, third = self.infill.marks
-        before, after = self._encode(prompt, bos=False), self._encode(suffix, bos=False)
+        before = self._encode(prompt, bos=False)
+        after = self._encode(suffix, bos=False)
         return [*self._encode("", bos=True), first, *before, second, *after, third]
 
     def _prompt(self, body: ChatRequest) -> ChatPrompt:
@@ -323,7 +335,8 @@ class Preparer:
                     never.append((token,))
                 else:
                     bias[token] = float(value)
-        vocab, allowed = self.backend.vocab_size, body.allowed_token_ids
+        vocab = self.backend.vocab_size
+        allowed = body.allowed_token_ids
         for field, ids in (
             ("logit_bias", [*bias, *(t for w in never for t in w)]),
             ("stop_token_ids", body.stop_token_ids),
@@ -376,7 +389,8 @@ class Preparer:
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
         if isinstance(body.tool_choice, Tool):
             wanted = body.tool_choice.function.name
-            functions, most = [f for f in functions if f[0] == wanted][:1], 1
+            functions = [f for f in functions if f[0] == wanted][:1]
+            most = 1
         payload: dict[str, object] = {"functions": functions, "most": most}
         if format_ is not None and format_.kind != "json_schema":
             raise bad(f"{format_.field} can't be combined with tools; a JSON schema can.", format_.field)

@@ -29,17 +29,23 @@ from .settings import ServerSettings
 
 log = logging.getLogger("outrider.server")
 # bytes that the system (which doubles it), and this process, may hold for a client that does not read
-SEND_BUFFER, WRITE_BUFFER = 32 << 10, 16 << 10
+SEND_BUFFER = 32 << 10
+WRITE_BUFFER = 16 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-PROBE_S, PROBE_MOST_S = 0.02, 5.0  # from one look for a reset to the next: at first, doubled each time, and at most
-RESERVE, BACKLOG = 64, 64  # file descriptors for everything else, and for connections accepted in one go
+# from one look for a reset to the next: at first, doubled each time, and at most
+PROBE_S = 0.02
+PROBE_MOST_S = 5.0
+# file descriptors for everything else, and for connections accepted in one go
+RESERVE = 64
+BACKLOG = 64
 
 
 class Connections:
     """What the connections of one server share."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.settings, self.most = settings, cap(settings.max_connections)
+        self.settings = settings
+        self.most = cap(settings.max_connections)
         self.waiting: dict[BoundedProtocol, None] = {}  # for their client, the longest first
         self.open: set[BoundedProtocol] = set()
         self.closed = 0  # so far

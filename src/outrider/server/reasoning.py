@@ -31,7 +31,8 @@ THINK_TAGS = ThoughtFormat("<think>", "</think>", header=False, only_first=True)
 
 class Thoughts(CharParser):
     def __init__(self, form: ThoughtFormat, prompt_tail: str = "") -> None:
-        self._form, self._opening = form, TagParser(form.open)
+        self._form = form
+        self._opening = TagParser(form.open)
         self._began = False  # a thought or content
         self._blank = ""  # white space held back: it is dropped at the edges of thoughts
         self._fresh = True  # nothing but white space since the last edge
@@ -46,7 +47,8 @@ class Thoughts(CharParser):
         while True:
             if not inside:
                 yield from self._content()
-            closing, tag = TagParser(self._form.close, *self._form.ended_by), None
+            closing = TagParser(self._form.close, *self._form.ended_by)
+            tag = None
             if self._form.header and not inside:
                 tag = yield from self._header(closing)
             if tag is None:
@@ -82,7 +84,8 @@ class Thoughts(CharParser):
         return None
 
     def _edge(self) -> None:
-        self._blank, self._fresh = "", True
+        self._blank = ""
+        self._fresh = True
 
     def _begin(self) -> None:
         self._began = True
@@ -98,4 +101,5 @@ class Thoughts(CharParser):
                 self._begin()
                 self._fresh = False  # leading blanks belong to the answer when no thought came before it
             self._out.append(OutputPart(kind, char if self._fresh else self._blank + char))
-            self._blank, self._fresh = "", False
+            self._blank = ""
+            self._fresh = False

@@ -32,7 +32,8 @@ def beginning(path: str, raw: bytes) -> str | None:
 
 class PromptRecorder:
     def __init__(self, file: Path) -> None:
-        self._file, self._longest = file, 0
+        self._file = file
+        self._longest = 0
 
     def take(self, path: str, raw: bytes) -> None:
         """Keep the longest beginning since the start. raw: validated; its client is not told what fails here."""

@@ -146,7 +146,8 @@ def _call(id: str | None, name: str, arguments: str) -> Json:
 
 class ResponsesWire(Wire):
     def __init__(self, store: ResponseStore | None = None, client: str = "") -> None:
-        self._store, self._client = ResponseStore() if store is None else store, client
+        self._store = ResponseStore() if store is None else store
+        self._client = client
         self._asked: dict[str, Any] = {}  # fields of the request that the answer repeats
         self._messages: list[Json] = []
         self._input: list[Json] = []
@@ -167,7 +168,8 @@ class ResponsesWire(Wire):
         items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
         for item in items:
             _add(messages, item)
-        self._messages, self._input = messages, [_listed(item) for item in items]
+        self._messages = messages
+        self._input = [_listed(item) for item in items]
         self._asked = {k: v if given.get(k) is None else given[k] for k, v in REPEATED.items()}
         self._asked["tools"] = [t for t in given.get("tools") or [] if t["type"] in ("function", "namespace")]
         out: Json = {
@@ -211,7 +213,8 @@ class ResponsesWire(Wire):
         return out
 
     def closing(self, answer: Answer) -> str:
-        out, response = self._finish(), self._response(answer)
+        out = self._finish()
+        response = self._response(answer)
         return out + self._event(str(response["status"]), response=response)
 
     def error(self, error: ApiError) -> str:
@@ -280,7 +283,8 @@ class ResponsesWire(Wire):
         return {**place, "content_index": 0} if "content" in item else place
 
     def _grow(self, text: str) -> str:
-        item, more = self._items[-1], self._place()
+        item = self._items[-1]
+        more = self._place()
         if self._open == "function_call":
             item["arguments"] += text
         else:
@@ -295,7 +299,9 @@ class ResponsesWire(Wire):
         """The open item is complete."""
         if not self._open:
             return ""
-        item, place, kind = self._items[-1], self._place(), self._open
+        item = self._items[-1]
+        place = self._place()
+        kind = self._open
         self._open = ""
         item["status"] = "completed"
         part = item if kind == "function_call" else item["content"][0]
@@ -308,7 +314,8 @@ class ResponsesWire(Wire):
 
 def _empty(kind: str) -> dict[str, Any]:
     """An item of text."""
-    id, part = secrets.token_hex(12), {"type": EVENTS[kind], "text": ""}
+    id = secrets.token_hex(12)
+    part = {"type": EVENTS[kind], "text": ""}
     if kind == "reasoning":
         return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [part]}
     content = [{**part, "annotations": [], "logprobs": []}]

@@ -110,7 +110,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
         embed(f"{base}/embeddings", scoring.EmbeddingsRequest, scoring.openai_told)
         speak(f"{base}/responses", responses.ResponsesRequest, responses_wire)
         count(f"{base}/responses/input_tokens", responses.ResponsesRequest, responses_wire, object=COUNTED)
-        seen, path = bool(base), f"{base}/responses/{{id}}"
+        seen = bool(base)
+        path = f"{base}/responses/{{id}}"
         routes.tell(path, lambda client, id: server.responses.get(client, id).response, seen)
         routes.tell(f"{path}/input_items", server.responses.items, seen)
         routes.tell(path, server.responses.delete, seen, method="DELETE")
@@ -135,7 +136,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 def _stores(routes: Routes, server: Server) -> None:
-    files, batches = server.files, server.batches
+    files = server.files
+    batches = server.batches
 
     async def upload(request: Request) -> Response:
         kind = request.headers.get("content-type", "")
@@ -219,7 +221,8 @@ def _information(routes: Routes, server: Server) -> None:
 
 def _ollama_information(routes: Routes, server: Server) -> None:
     """What Ollama's clients ask before they chat."""
-    pool, started = server.pool, server.started
+    pool = server.pool
+    started = server.started
 
     async def show(request: Request) -> Response:
         async with server.received(request) as got:
@@ -232,7 +235,8 @@ def _ollama_information(routes: Routes, server: Server) -> None:
         return {"models": [model_info.ollama_loaded(slot, started) for slot in there]}
 
     routes.tell("/api/version", lambda _: {"version": ollama.VERSION, "outrider": __version__}, seen=False)
-    slots, tag = pool.slots.values(), model_info.ollama_tag
+    slots = pool.slots.values()
+    tag = model_info.ollama_tag
     routes.tell("/api/tags", lambda _: {"models": [tag(slot, started) for slot in slots]}, seen=False)
     routes.tell("/api/ps", loaded, seen=False)
     routes.post("/api/show", ollama.ShowBody, show)

@@ -32,7 +32,9 @@ TIDY_S = 10.0  # seconds between two searches for unused memory
 DETACHED = 2  # concurrent prompts whose prefill continues after their client left
 WORTH = 256  # tokens left to prefill: with fewer, the prefill is not continued
 ALIKE = 256  # tokens at the beginning by which a retry is recognised
-PROGRESS_S, LOG_S = 0.25, 10.0  # how often progress is published, and logged
+# how often progress is published, and logged
+PROGRESS_S = 0.25
+LOG_S = 10.0
 GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
 UNREAD = 128  # unread events per call at which its sequences pause
 T = TypeVar("T")
@@ -128,7 +130,9 @@ class Runner:
     def __init__(self, engine: Engine, unused_s: float = 300.0, detached_s: float = 600.0) -> None:
         """`unused_s`: prefixes that no request has used for this long are dropped, and their memory is released.
         `detached_s`: how long a prompt's prefill continues after its client left."""
-        self._engine, self._unused_s, self._detached_s = engine, unused_s, detached_s
+        self._engine = engine
+        self._unused_s = unused_s
+        self._detached_s = detached_s
         self.detached: dict[str, float] = {}  # requests without a client, and until when they may read
         self.progress: dict[str, Progress] = {}  # of all requests, published for the event loop now and then
         self._published = self._logged = 0.0
@@ -202,7 +206,8 @@ class Runner:
             idle = not (self._engine.busy and self.healthy)
             if idle:
                 self._outbox.flush()
-                self.progress, self._published = {}, 0.0
+                self.progress = {}
+                self._published = 0.0
             try:
                 # wait only when there is nothing to compute
                 command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
@@ -292,7 +297,8 @@ class Runner:
         """After a step: end prompts without a client that are done, late or in the way; tell how far all are."""
         now = time.monotonic()
         if self.detached:
-            known, crowded = self._engine.progress(), self._engine.metrics.waiting > 0
+            known = self._engine.progress()
+            crowded = self._engine.metrics.waiting > 0
             over = [
                 id
                 for id, until in self.detached.items()
@@ -300,18 +306,23 @@ class Runner:
             ]
             self._drop_detached(over)
         if now - self._published >= PROGRESS_S:
-            self._published, self.progress = now, self._engine.progress()
+            self._published = now
+            self.progress = self._engine.progress()
         if now - self._logged >= LOG_S:
-            before, seconds, self._logged = self._told, now - self._logged, now
+            before = self._told
+            seconds = now - self._logged
+            self._logged = now
             self._told = {id: p.prompt_done for id, p in self.progress.items() if p.prompt_left}
             for id, done in self._told.items():
                 if id in before:
-                    total, speed = len(self.progress[id].request.prompt), (done - before[id]) / seconds
+                    total = len(self.progress[id].request.prompt)
+                    speed = (done - before[id]) / seconds
                     log.info("reading a prompt: %d of %d tokens, %.0f tokens/s", done, total, speed)
 
     def _submit(self, request: Request, stream: RequestStream) -> None:
         if self.detached:  # a retry goes on where the prompt without a client is
-            known, begin = self._engine.progress(), (request.namespace, request.prompt[:ALIKE])
+            known = self._engine.progress()
+            begin = (request.namespace, request.prompt[:ALIKE])
             left = {id: known[id].request for id in self.detached if id in known}
             self._drop_detached(
                 id for id in self.detached if id not in left or (left[id].namespace, left[id].prompt[:ALIKE]) == begin

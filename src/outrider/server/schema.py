@@ -99,7 +99,8 @@ class TextPart(Lenient):
         elif self.type in ("thinking", "redacted_thinking", "reasoning"):
             self.text = ""
         elif self.type in ("image_url", "input_image"):
-            self.text, self.image = "", image_of(self.image_url)
+            self.text = ""
+            self.image = image_of(self.image_url)
         else:
             known = self.type in ("text", "input_text", "output_text")
             refuse(not known, f"parts of type '{self.type[:40]}' can't be read here, only text and images")
@@ -313,7 +314,8 @@ class Common(Strict):
     @property
     def formats(self) -> list[tuple[str, Kind, object]]:
         """Everything that says what the answer must match: (field, kind, what)."""
-        so, form = self.structured_outputs or StructuredOutputs(), self.response_format
+        so = self.structured_outputs or StructuredOutputs()
+        form = self.response_format
         any_object = {"type": "object"}
         said: list[tuple[str, Kind, object]] = [
             ("response_format", "json_schema", form.wanted if form is not None and form.type != "text" else None),
@@ -353,7 +355,8 @@ class ChatRequest(Common):
         refuse(self.top_logprobs and not self.logprobs, "top_logprobs needs logprobs: true")
         refuse(self.tool_choice not in (None, "none", "auto") and not self.tools, "tool_choice needs tools")
         if isinstance(self.tool_choice, Tool):
-            name, known = self.tool_choice.function.name, [t.function.name for t in self.tools or []]
+            name = self.tool_choice.function.name
+            known = [t.function.name for t in self.tools or []]
             refuse(name not in known, f"tool_choice names '{name}', which is not among tools")
         options = self.chat_template_kwargs or {}
         for name in ("continue_final_message", "add_generation_prompt"):  # as transformers spells them
@@ -365,7 +368,8 @@ class ChatRequest(Common):
         refuse(twice, "messages can't end with two assistant messages; put what they say into one")
         if last.prefix and last.role == "assistant":
             self.continue_final_message = True
-        goes_on, begins = self.continue_final_message, self.add_generation_prompt
+        goes_on = self.continue_final_message
+        begins = self.add_generation_prompt
         refuse(goes_on and last.role != "assistant", "continue_final_message needs an assistant message at the end")
         refuse(goes_on and begins, "continue_final_message and add_generation_prompt exclude each other")
         return self

@@ -60,7 +60,8 @@ def biases(value: object) -> object:
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ValueError("must hold pairs of a token id or a text and a number")
-        key, bias = whole(pair[0]), pair[1]
+        key = whole(pair[0])
+        bias = pair[1]
         if isinstance(key, str) and isinstance(value, dict) and key.isascii() and key.isdigit() and len(key) < 10:
             key = int(key)
         if isinstance(key, bool) or not isinstance(key, int | str) or not 0 < len(str(key)) <= 256:

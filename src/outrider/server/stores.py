@@ -20,8 +20,10 @@ from typing import Generic, Protocol, TypeVar
 from .answer import Json
 from .errors import ApiError, bad
 
-MOST_FILES, MOST_FILE_BYTES = 256, 256 << 20
-MOST_RESPONSES, MOST_RESPONSE_BYTES = 1024, 64 << 20
+MOST_FILES = 256
+MOST_FILE_BYTES = 256 << 20
+MOST_RESPONSES = 1024
+MOST_RESPONSE_BYTES = 64 << 20
 
 
 @dataclass
@@ -60,7 +62,8 @@ class ClientStore(Generic[T]):
     """Things by their id. A client finds only its own."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._of = what, dict[str, T]()
+        self._what = what
+        self._of = dict[str, T]()
 
     def get(self, client: str, id: str) -> T:
         found = self._of.get(id)
@@ -135,7 +138,8 @@ def form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
         raise bad("The body must be multipart/form-data with the parts 'file' and 'purpose'.", "file")
     out: dict[str, tuple[str, bytes]] = {}
     for part in message.iter_parts():  # type: ignore[attr-defined]
-        name, data = part.get_param("name", header="content-disposition"), part.get_payload(decode=True)
+        name = part.get_param("name", header="content-disposition")
+        data = part.get_payload(decode=True)
         if isinstance(name, str) and isinstance(data, bytes):
             out[name] = (part.get_filename() or "", data)
     return out

@@ -71,7 +71,8 @@ def apply_template(raw: bytes, preparer: Preparer) -> Json:
 
 def tokenizer_info(_: bytes, preparer: Preparer) -> Json:
     """What a client needs to tokenise by us: lm-eval asks for it."""
-    files, tokenizer = preparer.tokenizer.files, preparer.tokenizer
+    files = preparer.tokenizer.files
+    tokenizer = preparer.tokenizer
     ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
     named: Json = {name: files.specials.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     return {

@@ -20,7 +20,8 @@ NICE = 10  # a tenth of a core where all are busy
 class TokenizerProcess:
     def __init__(self, tokenizer: Callable[[], str], here: Callable[[str, bool], list[int]]) -> None:
         """`tokenizer`: in Hugging Face's own format. `here`: the same work in this process."""
-        self._here, self._child = here, ChildProcess(__file__, lambda: tokenizer().encode())
+        self._here = here
+        self._child = ChildProcess(__file__, lambda: tokenizer().encode())
 
     def ids(self, text: str, special: bool) -> list[int]:
         """From any thread; blocks until it is done."""

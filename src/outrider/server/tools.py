@@ -16,9 +16,12 @@ from contextlib import suppress
 
 from .output import CharParser, EndOfText, OutputPart, Reading, TagParser, join, loaded
 
-GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+GEMMA_OPEN = "<|tool_call>"
+GEMMA_CLOSE = "<tool_call|>"
+GEMMA_QUOTE = '<|"|>'
 GEMMA_RESPONSE = "<|tool_response>"
-JSON_OPEN, JSON_CLOSE = "<tool_call>", "</tool_call>"
+JSON_OPEN = "<tool_call>"
+JSON_CLOSE = "</tool_call>"
 NAME = r"[A-Za-z0-9_.-]{1,128}"
 JSON_HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{')
 GEMMA_HEAD = re.compile(rf"\s*call\s*:\s*({NAME})\s*")
@@ -74,7 +77,8 @@ class GemmaCalls(_Calls):
     open_tag = GEMMA_OPEN
 
     def _block(self) -> Reading[None]:
-        head, named = "", None
+        head = ""
+        named = None
         try:
             while named is None:
                 char = yield
@@ -179,7 +183,9 @@ class JsonCalls(_Calls):
 
     def _block(self) -> Reading[None]:
         """A block that no call came out of is content; of another, what is not JSON of the right shape is dropped."""
-        self._raw, before, close = [JSON_OPEN], self.calls, TagParser(JSON_CLOSE)
+        self._raw = [JSON_OPEN]
+        before = self.calls
+        close = TagParser(JSON_CLOSE)
         try:
             while (yield from self._object(close)):
                 pass
@@ -193,7 +199,9 @@ class JsonCalls(_Calls):
 
     def _object(self, close: TagParser) -> Reading[bool]:
         """The next object: up to its last brace or, outside of strings, the closing tag. False: the block ended."""
-        text, stage, nesting = "", "head", _Nesting()
+        text = ""
+        stage = "head"
+        nesting = _Nesting()
         try:
             while True:
                 char = yield

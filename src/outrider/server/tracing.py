@@ -21,7 +21,8 @@ class Tracing:
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import propagate, trace
 
-        self._provider, self._trace = provider, trace
+        self._provider = provider
+        self._trace = trace
         self._tracer = provider.get_tracer("outrider", __version__)
         self._context = propagate.extract
 
@@ -42,7 +43,8 @@ class Tracing:
         self, headers: Mapping[str, str], request_id: str, route: str, answer: Answer, model: str, began: float
     ) -> None:
         """A call is over, however it ended. began: its arrival by time.time(). `traceparent` names the parent."""
-        end, choices = time.time(), answer.choices
+        end = time.time()
+        choices = answer.choices
         attributes: dict[str, str | int | float | list[str]] = {
             "gen_ai.operation.name": route,
             "gen_ai.request.model": model,
@@ -66,8 +68,10 @@ class Tracing:
             first = max(began, end - stats[0].decode_s)
             submitted = max(began, first - stats[0].ttft_s)
             parts = [("queue", began, submitted), ("prefill", submitted, first), ("decode", first, end)]
-        kind, context = self._trace.SpanKind.SERVER, self._context(headers)
-        name, at = f"{route} {model}", _ns(began)
+        kind = self._trace.SpanKind.SERVER
+        context = self._context(headers)
+        name = f"{route} {model}"
+        at = _ns(began)
         span = self._tracer.start_span(name, context, kind=kind, attributes=attributes, start_time=at)
         inside = self._trace.set_span_in_context(span)
         for name, start, stop in parts:

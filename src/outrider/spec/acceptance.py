@@ -24,7 +24,8 @@ FILE = "acceptance.json"
 BINS = 16  # of drafter confidence
 MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
 # acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
-FIRST, NEIGHBOUR = 0.5, 2.0
+FIRST = 0.5
+NEIGHBOUR = 2.0
 
 
 class Source(NamedTuple):
@@ -54,7 +55,8 @@ Runs = tuple[Sequence[int], Sequence[Sequence[float]]]  # by position: tokens of
 
 def measure(answers: Iterable[Runs], weights: str) -> AcceptanceProfile:
     """Measured from every position of every answer; an answer may have no confidences."""
-    good, seen = [0.0] * MAX_DRAFT, [0.0] * MAX_DRAFT
+    good = [0.0] * MAX_DRAFT
+    seen = [0.0] * MAX_DRAFT
     bins = [[2.0 * (i + 0.5) / BINS, 2.0] for i in range(BINS)]
     judged = 0
     for runs, confidence in answers:
@@ -113,7 +115,8 @@ class CycleStats:
 
     def beside(self, prior: CycleStats, weight: float) -> list[float]:
         """The means of tokens emitted, verified and drafted; the prior counts as `weight` cycles."""
-        share, cycles = weight / prior.sums[3], self.sums[3] + weight
+        share = weight / prior.sums[3]
+        cycles = self.sums[3] + weight
         return [(mine + share * before) / cycles for mine, before in zip(self.sums[:3], prior.sums)]
 
 
@@ -127,7 +130,8 @@ class PositionStats:
         self.seen = [0.0] * MAX_DRAFT
 
     def add(self, drafted: int, accepted: int, keep: float) -> None:
-        good, seen = self.good, self.seen
+        good = self.good
+        seen = self.seen
         for j in range(accepted):
             good[j] = good[j] * keep + 1.0
             seen[j] = seen[j] * keep + 1.0
@@ -138,8 +142,10 @@ class PositionStats:
     def estimate(self, prior: Sequence[float], weights: Sequence[float]) -> list[float]:
         """Posterior means by position. The odds of earlier positions against the prior shift the prior of the next: a
         request that is easy at position 1 is expected to be easy at position 5, observed or not."""
-        out, shift = [], 1.0
-        good, seen = self.good, self.seen
+        out = []
+        shift = 1.0
+        good = self.good
+        seen = self.seen
         for j in range(MAX_DRAFT):
             p = prior[j]
             expected = p if shift == 1.0 else p * shift / (1.0 - p + p * shift)
@@ -165,7 +171,8 @@ class DrafterStats:
         counts: Sequence[float] | None = None,
     ) -> None:
         """trust: acceptance by confidence, 16 bins. counts: tokens measured by position; None: no profile's prior."""
-        self.tuning, self.arm = tuning, PositionStats()
+        self.tuning = tuning
+        self.arm = PositionStats()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
@@ -183,7 +190,8 @@ class DrafterStats:
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the planned tokens that are verified: less if drafts end themselves
         # Drafted tokens gained by trees of a fixed size, and by their main chains alone: at first a guess.
-        self.in_trees, self.in_chains = tuning.tree_lift * tuning.tree_lift_weight, tuning.tree_lift_weight
+        self.in_trees = tuning.tree_lift * tuning.tree_lift_weight
+        self.in_chains = tuning.tree_lift_weight
         self.worth: CycleStats | None = None  # statistics of drafts that end themselves; None until one is considered
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
@@ -221,10 +229,14 @@ class AcceptanceTable(dict[Source, DrafterStats]):
     def __init__(self, tuning: Tuning, profiles: Mapping[str, AcceptanceProfile], free: Callable[[str], bool]) -> None:
         """free: does a drafter's drafting take no time (an n-gram match)?"""
         super().__init__()
-        self.tuning, self.profiles, self.free = tuning, profiles, free
+        self.tuning = tuning
+        self.profiles = profiles
+        self.free = free
 
     def __missing__(self, source: Source) -> DrafterStats:
-        tuning, profile, free = self.tuning, self.profiles.get(source.drafter), self.free(source.drafter)
+        tuning = self.tuning
+        profile = self.profiles.get(source.drafter)
+        free = self.free(source.drafter)
         if source.adapter:  # it starts from the base model's statistics, which are soon outweighed
             base = self[source._replace(adapter="")]
             others = [other for other in self if other.adapter and other[:2] == source[:2]]

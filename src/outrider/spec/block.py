@@ -39,9 +39,14 @@ class BlockDrafter(Drafter):
     def __init__(self, block: BlockNet):
         config = block.config
         assert config.taps is not None, "bound to a target"
-        self.block, self.config, self.name, self.taps = block, config, config.kind, config.taps
-        self.max_tokens, self.kv_specs = config.max_tokens, block.kv_specs
-        self.one_pass, self.block_call = config.kind != "eagle3", block.call
+        self.block = block
+        self.config = config
+        self.name = config.kind
+        self.taps = config.taps
+        self.max_tokens = config.max_tokens
+        self.kv_specs = block.kv_specs
+        self.one_pass = config.kind != "eagle3"
+        self.block_call = block.call
         if block.ops.capabilities.blocks_in_pages and not all(config.causal):
             self.block_rows = config.block
 
@@ -67,14 +72,17 @@ class BlockDrafter(Drafter):
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         """Built from the logits of one pass: each level reads its slot, after WIDTH tokens of each sequence."""
-        step, seq = self._by_slot(batch, depth, None), batch.kv.row_seq.repeat_interleave(WIDTH)
+        step = self._by_slot(batch, depth, None)
+        seq = batch.kv.row_seq.repeat_interleave(WIDTH)
         return build_fixed_tree(batch, depth, nodes, lambda level, front: step(level, seq, front.tokens, front.before))
 
     def _drafted(self, batch: DraftBatch, wide: int) -> Draft:
         """All tokens of a draft; independent ones are chosen at once."""
         if self.config.kind in ("eagle3", "dflash2") or self.config.markov_rank:
             return draft_round(batch, wide, self._score(batch, wide, None))
-        size, sampling, device = batch.last.shape[0], batch.sampling, batch.last.device
+        size = batch.last.shape[0]
+        sampling = batch.sampling
+        device = batch.last.device
         hidden = self._slots(batch, wide)
         ids, z = self._named(self.block.logits(hidden.reshape(size * wide, -1)))
         if sampling.any_sampled:
@@ -91,7 +99,9 @@ class BlockDrafter(Drafter):
 
     def _slots(self, batch: DraftBatch, wide: int) -> Tensor:
         """One pass over the block: the head's inputs at the predicting slots [B, K, H], without unseen ones."""
-        config, size, before = self.config, batch.last.shape[0], 0 if self.config.from_anchor else 1
+        config = self.config
+        size = batch.last.shape[0]
+        before = 0 if self.config.from_anchor else 1
         count = wide + before if all(config.causal) else config.block
         masks = batch.last.new_full((size, count - 1), config.mask_id)
         ids = torch.cat((batch.last[:, None], masks), 1)
@@ -106,7 +116,9 @@ class BlockDrafter(Drafter):
 
     def _by_slot(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> SlotStep:
         """Slots are read from left to right; in a tree, after several tokens at once."""
-        block, config, size = self.block, self.config, batch.last.shape[0]
+        block = self.block
+        config = self.config
+        size = batch.last.shape[0]
         hidden = self._slots(batch, wide)
         base = block.logits(hidden.reshape(size * wide, -1)).view(size, wide, -1)
         best = base.topk(config.selector_top, dim=-1) if config.kind == "dflash2" else None
@@ -114,7 +126,8 @@ class BlockDrafter(Drafter):
 
         def step(j: int, seq: Tensor | slice, token: Tensor, before: Tensor | slice) -> tuple[Tensor | None, Tensor]:
             nonlocal state
-            h, e = hidden[seq, j].contiguous(), None
+            h = hidden[seq, j].contiguous()
+            e = None
             if best is not None:
                 columns = best.indices[seq, j]
                 return self._named(block.select(h, best.values[seq, j], columns, token), columns)
@@ -130,7 +143,8 @@ class BlockDrafter(Drafter):
 
     def _by_step(self, batch: DraftBatch, wide: int) -> Score:
         """EAGLE-3: each step feeds its output back. The first starts from the last committed row, computed again."""
-        block, hidden = self.block, self.block.target.config.hidden
+        block = self.block
+        hidden = self.block.target.config.hidden
         feature = block.context(batch.features[:, hidden:].split(hidden, -1))
         own = block.rows(block.layers[0], feature, batch.position - 1, wide)
 
@@ -147,7 +161,9 @@ def load_block(files: Files, target: TextModel, dtype: torch.dtype, **how: Unpac
     config = translate(BlockConfig.from_hf, files).bound(target.config)
     if (files.path / "mask_embedding.pt").is_file():
         raise OutriderError(f"{files.name}: a mask embedding in a file of its own (mask_embedding.pt) is not supported")
-    ops, device, quantize = target.ops, target.device, how.get("quantize")
+    ops = target.ops
+    device = target.device
+    quantize = how.get("quantize")
     rounded: LoadOptions = {**how, "quantize": quantize or ops.capabilities.draft_format}
     _, weights = load(files, config, device, dtype, ops, **rounded)
     if "d2t" in weights and how.get("load_format") != "dummy":

@@ -175,7 +175,8 @@ class SamplingBatch:
         removes unlikely tokens: measured, the bonus then finds the choice less often."""
         if clusters is None or not self.any_sampled:
             return None
-        free, cut = self.sampled, self.cut
+        free = self.sampled
+        cut = self.cut
         if cut is not None:
             free = free & (cut.top_k == OFF) & (cut.top_p >= 1.0) & (cut.min_logp == -math.inf)
         return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
@@ -232,7 +233,8 @@ class SamplingBatch:
 
     def _filter(self, z: Tensor, row_seq: Tensor, cut: FilterValues, exact: bool) -> Tensor:
         """-inf below each row's floor. The floor depends only on the row's own values."""
-        vocab, head = z.shape[1], self.filters.head
+        vocab = z.shape[1]
+        head = self.filters.head
         if not (self.filters.top_k or self.filters.top_p):
             return z.masked_fill(z < z.amax(-1, keepdim=True) + cut.min_logp[row_seq][:, None], -math.inf)
         if head is None:

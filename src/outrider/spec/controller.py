@@ -40,7 +40,9 @@ class Controller:
         profiles: Mapping[str, AcceptanceProfile] | None = None,
         tuning: Tuning = Tuning(),
     ) -> None:
-        self.cost, self.drafters, self.tuning = cost, drafters, tuning
+        self.cost = cost
+        self.drafters = drafters
+        self.tuning = tuning
         self.acceptance = AcceptanceTable(tuning, profiles or {}, lambda name: self.cost.free(name))
         self._seqs: dict[str, SeqState] = {}
         self.warnings: list[str] = []  # each reported once, in the order of detection
@@ -65,7 +67,9 @@ class Controller:
         self._apply_observations()
         if not seqs:
             return []
-        size, context, tuning = len(seqs), sum(view.context for view in seqs) // len(seqs), self.tuning
+        size = len(seqs)
+        context = sum(view.context for view in seqs) // len(seqs)
+        tuning = self.tuning
         wait = tuning.probe_first
         states = [self._seqs.get(view.id) or self._seqs.setdefault(view.id, SeqState(wait)) for view in seqs]
         rated = self._rate_one(seqs[0], states[0]) if size == 1 else self._rate_batch(seqs, states, context)
@@ -89,12 +93,15 @@ class Controller:
 
     def _rival(self, rated: Rated, best: Candidate, context: int) -> Candidate | None:
         """In some cycles the network drafter not in use drafts: they teach about it, count as probes, become rarer."""
-        tuning, network = self.tuning, {name: one for name, one in rated.items() if name and not self.cost.free(name)}
+        tuning = self.tuning
+        network = {name: one for name, one in rated.items() if name and not self.cost.free(name)}
         used = next((name for name, one in network.items() if one is best), None)
         if used is None or len(network) == 1:
             return None
         if used != self._used:
-            self._used, self._interval, self._wait = used, tuning.compare_first, tuning.compare_first
+            self._used = used
+            self._interval = tuning.compare_first
+            self._wait = tuning.compare_first
         self._wait -= 1
         rival = max((one for one in network.values() if one is not best), key=lambda one: one.rate)
         seconds = self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in rival.plans], context)
@@ -138,7 +145,8 @@ class Controller:
         self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float]]:
         """The same for the best K, of a chain and of a tree of a fixed size."""
-        name, expected = source.drafter, self._expected(seq, source, shared)
+        name = source.drafter
+        expected = self._expected(seq, source, shared)
         kinds = [(0, cap, 1.0)]
         if view.nodes >= TIMED and shared.proven and self.cost.has_trees(name):
             kinds.append((view.nodes, min(cap, DEEPEST), shared.in_trees / shared.in_chains))
@@ -169,13 +177,17 @@ class Controller:
 
     def _ending(self, view: DraftContext, choice: DraftPlan, context: int, size: int, rate: float) -> DraftPlan:
         """The confidence at which a draft should end: a further token must be worth, at this rate, the time it adds."""
-        name, tuning = choice.drafter, self.tuning
+        name = choice.drafter
+        tuning = self.tuning
         if name is None or name == "ngram" or not self.acceptance[Source(name, 0, view.adapter)].calibrated:
             return choice
         k = max(2, self.cost.reach(name, size, context, tuning.sure))
-        verify, whole = self.cost.curve(None, size, context), self.cost.curve(name, size, context)
-        row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
-        stop, drop = rate * token / tuning.next_token, rate * row
+        verify = self.cost.curve(None, size, context)
+        whole = self.cost.curve(name, size, context)
+        row = (verify[k] - verify[0]) / k / size
+        token = (whole[k] - whole[1]) / (k - 1) / size
+        stop = rate * token / tuning.next_token
+        drop = rate * row
         if not choice.nodes:
             return choice._replace(stop=stop, drop=drop)
         prices = tuple(rate * (t - verify[0]) for t in verify)
@@ -197,7 +209,8 @@ class Controller:
         if expected is None:
             arm = seq.arms.get(source)
             chain = shared.a if arm is None else arm.estimate(shared.a, self.tuning.request_weights)
-            expected, path = [1.0], 1.0
+            expected = [1.0]
+            path = 1.0
             for a in chain:
                 path *= a
                 expected.append(expected[-1] + path)
@@ -218,7 +231,8 @@ class Controller:
         offered = [name for name in self.drafters if self._offer(view, name) is not None]
         if not offered:
             return NO_DRAFT
-        tuning, name = self.tuning, min(offered, key=lambda name: self.cost.curve(name, size, context)[1])
+        tuning = self.tuning
+        name = min(offered, key=lambda name: self.cost.curve(name, size, context)[1])
         times = self.cost.curve(name, size, context)
         reading = self._catch_up_cost(view, name) * min(view.remaining, tuning.horizon)
         seq.wait -= 1
@@ -240,46 +254,56 @@ class Controller:
 
     def _hold(self, seqs: Sequence[DraftContext], plans: list[DraftPlan], once: bool, gained: float) -> None:
         """How long this plan is kept; `once`: not at all. gained: by the first request so far, in plain steps."""
-        tuning, who = self.tuning, [view.id for view in seqs]
+        tuning = self.tuning
+        who = [view.id for view in seqs]
         if len(seqs) == 1:  # a request near its limit of losses is planned every cycle
             keeps = not once and plans[0].stop and gained > tuning.risk[0]
-            self._rest, self._pause, self._match = tuning.hold_one if keeps else 0, 0, match_range(seqs[0].match_len)
+            self._rest = tuning.hold_one if keeps else 0
+            self._pause = 0
+            self._match = match_range(seqs[0].match_len)
         elif once:
             self._rest = self._pause = 0
         elif any(plan.k for plan in plans):
-            self._rest, self._pause = tuning.hold + len(who) // tuning.hold_many, 0
+            self._rest = tuning.hold + len(who) // tuning.hold_many
+            self._pause = 0
         else:
             self._rest = self._pause = min(tuning.rest, 2 * self._pause + 1) if who == self._resting else 1
-        self._resting, self._held = who, plans
+        self._resting = who
+        self._held = plans
 
     def _rate_batch(self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int) -> Rated:
         """By drafter that takes time (at most one runs in a cycle; free ones always may), the plan with most tokens per
         second for the whole batch: within a maximum K for all, each sequence's K after which a token is worth less than
         its row costs."""
-        size, tuning = len(seqs), self.tuning
+        size = len(seqs)
+        tuning = self.tuning
         verify = np.asarray(self.cost.curve(None, size, context))
         rated: Rated = {}
         for runs in [*(name for name in self.drafters if not self.cost.free(name)), None]:
             rows: list[list[float]] = []
             owners: list[str | None] = []
             for view, seq in zip(seqs, states, strict=True):
-                row, owner = [1.0], None
+                row = [1.0]
+                owner = None
                 for name in self.drafters:
                     if name == runs or self.cost.free(name):
                         offer = self._offer(view, name)
                         if offer is None or self._catch_up_cost(view, name) > tuning.batch_catch_up * verify[0] / size:
                             continue
                         cap, source, shared = offer
-                        expected, times = self._expected(seq, source, shared), self.cost.curve(name, size, context)
+                        expected = self._expected(seq, source, shared)
+                        times = self.cost.curve(name, size, context)
                         cap = self._risk(seq, shared, times, cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else tuning.rival):
-                            row, owner = expected[: cap + 1], name
+                            row = expected[: cap + 1]
+                            owner = name
                 # a K beyond the cap yields nothing, so it is never chosen
                 rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))
                 owners.append(owner)
             if (runs is not None and runs not in owners) or not any(owners):
                 continue
-            paid, drafting = np.asarray([o == runs for o in owners]), np.zeros(MAX_DRAFT + 1)
+            paid = np.asarray([o == runs for o in owners])
+            drafting = np.zeros(MAX_DRAFT + 1)
             if runs is not None:
                 drafting = np.asarray(self.cost.draft_curve(CostPart("draft", runs), max(1, int(paid.sum()))))
             fill = self.acceptance[Source(runs)].fill if runs is not None else 1.0
@@ -291,14 +315,20 @@ class Controller:
 
     def _note(self, seqs: Sequence[DraftContext], states: list[SeqState], plans: list[DraftPlan], context: int) -> None:
         """Account for the cycle about to run: its cost compared with a plain one."""
-        size, only, plain = len(seqs), plans[0], self.cost.curve(None, len(seqs), context)[0]
+        size = len(seqs)
+        only = plans[0]
+        plain = self.cost.curve(None, len(seqs), context)[0]
         if size == 1:
             tree = only.nodes > 0 and self.cost.has_trees(only.drafter or "")
             curve: Sequence[float] = self.cost.curve(only.drafter, 1, context, tree)
         else:
             curve = [self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in plans], context)]
         for view, seq, plan in zip(seqs, states, plans, strict=True):
-            seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, plain / size, plain, plan.k, view.fixed
+            seq.curve = curve
+            seq.plain = plain / size
+            seq.step = plain
+            seq.planned = plan.k
+            seq.fixed = view.fixed
             match = match_range(view.match_len) if plan.drafter == "ngram" else 0
             seq.source = Source(plan.drafter or "", match, view.adapter)
             self._time += curve[min(plan.k, len(curve) - 1)] / size
@@ -332,7 +362,9 @@ class Controller:
     def _apply_observations(self) -> None:
         """Learn from the observations since the last plan, several cycles at once: between two passes over the weights
         all code is out of the CPU caches, and the second call of a function costs a fraction of the first."""
-        told, self._untold = self._untold, []  # each once, even if one raises
+        # each once, even if one raises
+        told = self._untold
+        self._untold = []
         for learn in told:
             learn()
 
@@ -356,7 +388,8 @@ class Controller:
             self._explored = max(0.0, self._explored + seconds - seq.step - accepted * seq.plain)
             seq.probing = False
         source = seq.source if seq.source.drafter == drafter else Source(drafter, 0, seq.source.adapter)
-        shared, tuning = self.acceptance[source], self.tuning
+        shared = self.acceptance[source]
+        tuning = self.tuning
         if shared.worth is not None:
             shared.worth.add(accepted + 1, drafted, steps, tuning.keep)
             if drafter in seq.yields:
@@ -365,10 +398,13 @@ class Controller:
             # Its main chain counts like a chain; its branches measure the value of branches.
             for j, right in tree.judged():
                 shared.judge(confidence[j], right)
-            drafted, accepted, confidence = tree.chain, tree.chain_accepted, confidence[: tree.chain]
+            drafted = tree.chain
+            accepted = tree.chain_accepted
+            confidence = confidence[: tree.chain]
         elif tree is not None:  # a main chain left out for other branches had a low confidence: it counts as rejected
             shared.branched(accepted, tree.chain_accepted)
-            drafted, accepted = max(tree.chain, seq.planned), tree.chain_accepted
+            drafted = max(tree.chain, seq.planned)
+            accepted = tree.chain_accepted
         # An earlier plan may have been run again: it may have drafted, even if no token was verified.
         planned = max(1, seq.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)
@@ -381,7 +417,8 @@ class Controller:
             self._judge(source, shared)
 
     def _judge(self, source: Source, shared: DrafterStats) -> None:
-        rate, about = shared.arm.good[0] / shared.arm.seen[0], (source.drafter, source.adapter)
+        rate = shared.arm.good[0] / shared.arm.seen[0]
+        about = (source.drafter, source.adapter)
         if source.drafter == "ngram" or rate >= self.tuning.broken_below or about in self._told:
             return
         self._told.add(about)
@@ -393,7 +430,9 @@ class Controller:
         )
 
     def _time_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool) -> None:
-        cycle, self._cycle, mixed = self._cycle[-batch:], [], None
+        cycle = self._cycle[-batch:]
+        self._cycle = []
+        mixed = None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self.cost.mixed(cycle, context)
         elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1] and cycle[0][0] == drafter:
@@ -415,9 +454,11 @@ def choose_k(
     """The best rate in tokens per second, and the K of each sequence that reaches it. tokens [B, 17]: expected tokens
     of a cycle by K; dear [B]: sequences whose drafts take time, `drafting` [17] seconds by K, of which a share `fill`
     is verified; verify [17]: seconds of the target's step by the mean K."""
-    size, steps = len(tokens), np.arange(MAX_DRAFT + 1)
+    size = len(tokens)
+    steps = np.arange(MAX_DRAFT + 1)
     filled = np.where(dear, fill, 1.0)[:, None]
-    rate, ks = 0.0, [0] * size
+    rate = 0.0
+    ks = [0] * size
     worth = size / verify[0]
     for _ in range(2):
         price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size
@@ -430,6 +471,7 @@ def choose_k(
         rates = made / (np.interp(width, steps, verify) + drafting[depth] + PLANNING)
         at = int(rates.argmax())
         if rates[at] > rate:
-            rate, ks = float(rates[at]), [int(k) for k in chosen[:, at]]
+            rate = float(rates[at])
+            ks = [int(k) for k in chosen[:, at]]
         worth = rate
     return rate, ks

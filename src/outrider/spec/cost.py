@@ -57,7 +57,8 @@ class CostTable:
         for curve in [*verify.values(), *(curve for curves in by_part.values() for curve in curves.values())]:
             if len(curve) != CURVE_LENGTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
                 raise OutriderError(f"cost table: a curve needs {CURVE_LENGTH} finite times >= 0")
-        self.key, self.reading = key, dict(reading or {})
+        self.key = key
+        self.reading = dict(reading or {})
         self.drift = 0.0  # log of how much slower the machine is now than when the table was measured
         self.observed = 0
         self._verify = {knot: monotone(curve) for knot, curve in verify.items()}
@@ -120,10 +121,12 @@ class CostTable:
     def _build(self, part: CostPart | None, batch: int, context: int) -> Curve:
         lo, hi, w = bracket(self._batches, batch)
         curve = _between(self._contextual(lo, context), self._contextual(hi, context), w)
-        plain, knot = curve[0], self._knot(batch)
+        plain = curve[0]
+        knot = self._knot(batch)
         if part is not None:
             curve = [plain, *(v + d for v, d in zip(curve[1:], self.draft_curve(part, batch)[1:], strict=True))]
-        factor, base = self._factor.get((part, knot)), self._factor.get((None, knot))
+        factor = self._factor.get((part, knot))
+        base = self._factor.get((None, knot))
         if factor is not None:
             curve = [t * f for t, f in zip(curve, factor, strict=True)]
         if base is not None:
@@ -175,7 +178,9 @@ class CostTable:
         predicted = mixed if mixed is not None else at_k(self.curve(drafter, batch, context, tree), k)
         surprise = math.log(seconds / predicted) - self.drift
         if self.observed == 0:  # the table may be old: the first deviation is attributed to the machine altogether
-            self.drift, self.observed, self._last = surprise, 1, (part, batch, cell)
+            self.drift = surprise
+            self.observed = 1
+            self._last = (part, batch, cell)
             return
         surprise = min(CLAMP, max(-CLAMP, surprise))
         self.drift += DRIFT_GAIN * surprise
@@ -251,7 +256,8 @@ def bracket(knots: Sequence[int], x: float) -> tuple[int, int, float]:
     if len(knots) == 1 or x <= knots[0]:
         return knots[0], knots[0], 0.0
     i = min(bisect_right(knots, x), len(knots) - 1)
-    lo, hi = knots[i - 1], knots[i]
+    lo = knots[i - 1]
+    hi = knots[i]
     return lo, hi, (x - lo) / (hi - lo)
 
 

@@ -25,7 +25,8 @@ from .drafter import DraftBatch, Drafter, DraftTexts, confident_round, padded
 PAGE = 32
 CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
 # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
-READ, READ_BESIDE = 256, 64
+READ = 256
+READ_BESIDE = 64
 READ_IN_ROUND = 16  # tokens that such a round reads itself
 # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 LISTED = 49_152
@@ -74,7 +75,9 @@ class DraftPages:
         self.shapes = {i: (spec.kv_heads, PAGE, spec.head_dim) for i, spec in specs.items()}
         self.keys: list[Tensor | None] = [None] * len(config.layers)
         self.values: list[Tensor | None] = [None] * len(config.layers)
-        self.dtype, self.device, self.count = dtype, device, 0
+        self.dtype = dtype
+        self.device = device
+        self.count = 0
         self.free: list[int] = []
         self.all = KVPages(PAGE, self.keys, self.values, {})
         self._grow(64)
@@ -123,7 +126,9 @@ class DraftModel(Drafter):
     def __init__(self, model: TextModel, listed: Tensor | None = None, vocab: int | None = None):
         """listed: see `shortlist`. vocab: the target's, if padding makes it differ. Ids that only the draft model has
         are never drafted; a text with an id that only the target has gets no drafts."""
-        self.model, self.listed, ops = model, listed, model.ops
+        self.model = model
+        self.listed = listed
+        ops = model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
         self.known = bytearray(model.config.vocab_size)
@@ -158,7 +163,10 @@ class DraftModel(Drafter):
     # ---- in one call
     def draft_on_host(self, texts: DraftTexts, k: int, alone: bool) -> list[DraftResult]:
         """A text still being read has no draft: few tokens are read per round, so that no sequence waits long."""
-        ids, tokens, plans, sampling = texts.ids, texts.tokens, texts.plans, texts.sampling
+        ids = texts.ids
+        tokens = texts.tokens
+        plans = texts.plans
+        sampling = texts.sampling
         assert self.chain is not None
         self._remember()
         fit = [i for i, text in enumerate(tokens) if self._fits(ids[i], text, k)]
@@ -234,7 +242,10 @@ class DraftModel(Drafter):
 
     def _scores(self, beside: Sequence[Collection[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
         """hidden [F, H] -> logits [F, N], and token ids [N] (None: all). beside: each sequence's unlisted tokens."""
-        model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
+        model = self.model
+        ops = self.model.ops
+        cap = self.model.config.softcap
+        listed = self.listed
         if listed is None and self.vocab == model.config.vocab_size:
             return model.logits, None
         if listed is None:
@@ -266,7 +277,8 @@ class DraftModel(Drafter):
     def _remember(self) -> None:
         """Record what the last proposal wrote. Only now: the target's result has been awaited, so this wait is free."""
         if self._last is not None:
-            (tracks, drafted), self._last = self._last, None
+            tracks, drafted = self._last
+            self._last = None
             for track, tokens in zip(tracks, drafted.tolist()):
                 track.held += tokens
 
@@ -280,7 +292,8 @@ class DraftModel(Drafter):
         self._remember()
         track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))
-        track.held[:], track.sure = tokens, len(tokens)
+        track.held[:] = tokens
+        track.sure = len(tokens)
 
     def forget(self, request_id: str) -> None:
         self._remember()

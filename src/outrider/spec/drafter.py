@@ -133,16 +133,22 @@ class DrafterPair(Drafter):
         """In the order in which drafts of a given K prefer them."""
         mtp, block = (first, second) if second.kv_specs else (second, first)
         if mtp.kv_specs or mtp.net is None or not block.kv_specs:
-            kinds, got = "an MTP and a block drafter (DFlash, DSpark, EAGLE-3)", f"{first.name} and {second.name}"
+            kinds = "an MTP and a block drafter (DFlash, DSpark, EAGLE-3)"
+            got = f"{first.name} and {second.name}"
             raise OutriderError(f"two drafters are {kinds}, got {got}")
-        self._members, self.block, self.mtp = (first, second), block, mtp
+        self._members = (first, second)
+        self.block = block
+        self.mtp = mtp
         self.name = f"{first.name}+{second.name}"
         # the MTP drafter's first: a C step reads them from the front
         self.taps = (*mtp.taps, *(tap for tap in block.taps if tap not in mtp.taps))
         self.max_tokens = max(mtp.max_tokens, block.max_tokens)
-        self.kv_specs, self.content = block.kv_specs, block.content
-        self.block_rows, self.block_call = block.block_rows, block.block_call
-        self.net, self.trained_for = mtp.net, mtp.trained_for
+        self.kv_specs = block.kv_specs
+        self.content = block.content
+        self.block_rows = block.block_rows
+        self.block_call = block.block_call
+        self.net = mtp.net
+        self.trained_for = mtp.trained_for
 
     @property
     def members(self) -> tuple[Drafter, ...]:
@@ -178,7 +184,8 @@ def guess_next(
 def draft_round(batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None) -> Draft:
     """k draft tokens, each chosen as the target will choose and the input of the next step. clusters [C, S]: ids of a
     clustered head."""
-    token, guesses = batch.last, list[Tensor]()
+    token = batch.last
+    guesses = list[Tensor]()
     for j in range(k):
         at = batch.position + 1 + j  # the position the guessed token will have
         token, _ = guess_next(batch.sampling, at, partial(score, j, token), batch.ops, clusters)
@@ -189,9 +196,16 @@ def draft_round(batch: DraftBatch, k: int, score: Score, clusters: Tensor | None
 def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Tensor] = ()) -> Draft:
     """A round with confidences, which may end a draft that has a plan, and the round if no draft is worth another
     step. heads: where `score` puts a confidence head's output [B]; empty: the drafter's probability."""
-    size, sampling, trust, plans = batch.last.shape[0], batch.sampling, batch.trust, batch.plans
-    token, guesses, confidence = batch.last, list[Tensor](), list[Tensor]()
-    lengths, path, live = [k] * size, [1.0] * size, [True] * size
+    size = batch.last.shape[0]
+    sampling = batch.sampling
+    trust = batch.trust
+    plans = batch.plans
+    token = batch.last
+    guesses = list[Tensor]()
+    confidence = list[Tensor]()
+    lengths = [k] * size
+    path = [1.0] * size
+    live = [True] * size
     for j in range(k):
         ids, logits = score(j, token, None)
         token = sampling.guess(logits, batch.position + 1 + j, batch.ops, ids)
@@ -214,5 +228,6 @@ def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Ten
 
 
 def padded(draft: Draft, k: int) -> Draft:
-    more, sure = (0, k - draft.tokens.shape[1]), draft.confidence
+    more = (0, k - draft.tokens.shape[1])
+    sure = draft.confidence
     return replace(draft, tokens=F.pad(draft.tokens, more), confidence=None if sure is None else F.pad(sure, more))

@@ -18,8 +18,11 @@ class MTPDrafter(Drafter):
     in_graph = True
 
     def __init__(self, model: MTPNet, target: TextModel):
-        self.model, self.target, self.net = model, target, model
-        self.taps, self.trained_for = model.config.taps, model.config.target_hash
+        self.model = model
+        self.target = target
+        self.net = model
+        self.taps = model.config.taps
+        self.trained_for = model.config.target_hash
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call if the network runs whole rounds for this many sequences; else step by step."""
@@ -38,7 +41,8 @@ class MTPDrafter(Drafter):
         return Draft(tokens, lengths, confidence=confidence)
 
     def score(self, batch: DraftBatch) -> Score:
-        model, state = self.model, self.model.start(batch.kv, batch.features)
+        model = self.model
+        state = self.model.start(batch.kv, batch.features)
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
 
         def step(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -50,7 +54,9 @@ class MTPDrafter(Drafter):
 
     def branching(self, batch: DraftBatch) -> Step:
         """The steps of a tree, several nodes at once: without K/V of its own a node is a token and a state."""
-        model, ops, clusters = self.model, batch.ops, self.model.cluster_ids
+        model = self.model
+        ops = batch.ops
+        clusters = self.model.cluster_ids
         hidden = batch.features[:, : self.target.config.hidden]  # [W, H] of the level before
 
         def step(level: int, seq: Tensor, token: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -67,12 +73,15 @@ class MTPDrafter(Drafter):
 
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         """If whole rounds return runner-ups, a chain with those as branches; else scored level by level."""
-        model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
+        model = self.model
+        clusters = self.model.cluster_ids
+        sampling = batch.sampling
         if model.has_runner_ups and batch.last.shape[0] <= model.most and sampling.cut is None:
             self.propose(batch, depth)
             return batch.ops.build_fixed_tree(batch.ops.chain_with_runner_ups(*model.runner_ups(depth)), nodes, depth)
         features = batch.features.repeat_interleave(WIDTH, 0)
-        state, hidden = model.start(widened(batch.kv), features), features[:, : self.target.config.hidden]
+        state = model.start(widened(batch.kv), features)
+        hidden = features[:, : self.target.config.hidden]
 
         def score(level: int, front: Frontier) -> tuple[Tensor | None, Tensor]:
             nonlocal hidden

@@ -21,7 +21,9 @@ class NgramIndex:
         self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
         # [i]: where the n-gram that ends at i ended before; -1
         self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)
-        self._place, self._length = -1, 0  # the running match: tokens[_place] would come next, _length tokens agree
+        # the running match: tokens[_place] would come next, _length tokens agree
+        self._place = -1
+        self._length = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
         self.tokens += tokens
@@ -30,9 +32,11 @@ class NgramIndex:
         tokens = self.tokens
         for at in range(self._indexed, len(tokens)):
             if self._place >= 0 and tokens[self._place] == tokens[at]:
-                self._place, self._length = self._place + 1, self._length + 1
+                self._place = self._place + 1
+                self._length = self._length + 1
             else:
-                self._place, self._length = -1, 0
+                self._place = -1
+                self._length = 0
             for size, latest, earlier in zip(SIZES, self._latest, self._earlier):
                 if at + 1 < size:
                     earlier.append(-1)
@@ -62,20 +66,26 @@ class NgramIndex:
         for size, earlier in zip(SIZES, self._earlier):
             if best >= REACH:
                 break
-            at, tries = (earlier[-1] if earlier else -1), TRIES
+            at = earlier[-1] if earlier else -1
+            tries = TRIES
             while at >= 0 and tries:
                 length = self._agree(at, size)
                 if length > best:
-                    best, place = length, at + 1
-                at, tries = earlier[at], tries - 1
+                    best = length
+                    place = at + 1
+                at = earlier[at]
+                tries = tries - 1
             if best >= size:
                 break
         if place != self._place:
-            self._place, self._length = place, best
+            self._place = place
+            self._length = best
 
     def _agree(self, at: int, known: int) -> int:
         """How many tokens up to and including `at` equal the end of the text; the last `known` are known to."""
-        tokens, end, most = self.tokens, len(self.tokens) - 1, min(at + 1, REACH)
+        tokens = self.tokens
+        end = len(self.tokens) - 1
+        most = min(at + 1, REACH)
         length = known
         while length + COMPARED <= most and (
             tokens[at - length - COMPARED + 1 : at - length + 1]

@@ -43,7 +43,8 @@ class SamplingFeatures:
         for p in params:
             if not p.processed:
                 continue
-            words, top = p.bad_words, p.logprobs
+            words = p.bad_words
+            top = p.logprobs
             asks = SamplingFeatures(
                 asks.penalties or p.penalised,
                 max(asks.bias, _wide(len(p.logit_bias))),
@@ -72,9 +73,13 @@ class Joining:
 class SlotSampling:
     def __init__(self, slots: int, vocab: int, eos: Sequence[int], device: torch.device):
         """slots: rows of every table, including the one for padding rows of a batch."""
-        self.slots, self.vocab, self.eos, self.device = slots, vocab, tuple(eos), device
+        self.slots = slots
+        self.vocab = vocab
+        self.eos = tuple(eos)
+        self.device = device
         full = partial(torch.full, (slots,), device=device)
-        self.temperature, self.sampled = full(fill_value=1.0), full(fill_value=False)
+        self.temperature = full(fill_value=1.0)
+        self.sampled = full(fill_value=False)
         top_p = full(fill_value=1.0, dtype=torch.float64)
         self.cut = FilterValues(full(fill_value=OFF), top_p, full(fill_value=-math.inf))
         self.seed, self.min_tokens, self.prompt_len = (full(fill_value=0) for _ in range(3))
@@ -92,24 +97,31 @@ class SlotSampling:
 
     def _grow(self, asks: SamplingFeatures) -> None:
         if asks.penalties and self.penalties is None:
-            zeros, wide = partial(torch.zeros, device=self.device), (self.slots, self.vocab)
+            zeros = partial(torch.zeros, device=self.device)
+            wide = (self.slots, self.vocab)
             rates = (zeros(self.slots) + 1.0, zeros(self.slots), zeros(self.slots))
             self.penalties = Penalties(*rates, zeros(wide, dtype=torch.bool), zeros(wide, dtype=torch.int32))
             self.version += 1
         if (more := asks.bias - self.bias.ids.shape[1]) > 0:
-            self.bias, self.version = _widened(self.bias, more), self.version + 1
+            self.bias = _widened(self.bias, more)
+            self.version = self.version + 1
         if (more := asks.stops - self.stops.ids.shape[1]) > 0:
-            self.stops, self.version = _widened(self.stops, more), self.version + 1
-        old, (most, reach) = self.words, self.words.prefix.shape[1:]
+            self.stops = _widened(self.stops, more)
+            self.version = self.version + 1
+        old = self.words
+        most, reach = self.words.prefix.shape[1:]
         if asks.words > most or asks.reach > reach:
-            more, far = max(0, asks.words - most), max(0, asks.reach - reach)
+            more = max(0, asks.words - most)
+            far = max(0, asks.reach - reach)
             # words are right-aligned: shorter ones ignore the columns further left
-            prefix, tail = F.pad(old.prefix, (far, 0, 0, more), value=ANY), F.pad(old.tail, (far, 0), value=-1)
+            prefix = F.pad(old.prefix, (far, 0, 0, more), value=ANY)
+            tail = F.pad(old.tail, (far, 0), value=-1)
             self.words = BadWords(prefix, F.pad(old.last, (0, more)), F.pad(old.real, (0, more)), tail)
             self.version += 1
 
     def join(self, rows: Sequence[Joining]) -> None:
-        params, where = [row.params for row in rows], upload([row.slot for row in rows], torch.int64, self.device)
+        params = [row.params for row in rows]
+        where = upload([row.slot for row in rows], torch.int64, self.device)
 
         def put(table: Tensor, values: Sequence[object]) -> None:
             table.index_copy_(0, where, upload(values, table.dtype, self.device))  # type: ignore[arg-type]
@@ -142,7 +154,8 @@ class SlotSampling:
             if width := sparse.ids.shape[1]:
                 put(sparse.ids, [[*some.keys(), *[0] * (width - len(some))] for some in pairs])
                 put(sparse.values, [[*some.values(), *[0.0] * (width - len(some))] for some in pairs])
-        words, (most, reach) = self.words, self.words.prefix.shape[1:]
+        words = self.words
+        most, reach = self.words.prefix.shape[1:]
         if most:
             tables = zip(*(_word_row(row, most, reach) for row in rows))
             for table, values in zip((words.prefix, words.last, words.real, words.tail), tables):
@@ -161,7 +174,8 @@ class SlotSampling:
         if asks.words:
             found.bad_words = rows_of(self.words, slots)
         if asks.stops:
-            found.stops, found.min_tokens = rows_of(self.stops, slots), self.min_tokens.index_select(0, slots)
+            found.stops = rows_of(self.stops, slots)
+            found.min_tokens = self.min_tokens.index_select(0, slots)
             found.out_len = position + 1 - self.prompt_len.index_select(0, slots)
         return found
 
@@ -187,7 +201,8 @@ def sampling_batch(
 ) -> SamplingBatch:
     """For sequences without slots."""
     slots = SlotSampling(len(params), vocab, eos, torch.device(device))
-    asks, where = SamplingFeatures.of(params, len(eos)), torch.arange(len(params), device=device)
+    asks = SamplingFeatures.of(params, len(eos))
+    where = torch.arange(len(params), device=device)
     slots.grow(asks)
     slots.join([Joining(i, *each) for i, each in enumerate(zip(params, prompts, outputs))])
     position = torch.tensor([len(p) + len(o) - 1 for p, o in zip(prompts, outputs)], device=device)
@@ -214,7 +229,8 @@ def _top_k(p: SamplingParams, vocab: int) -> int:
 
 def _word_row(row: Joining, most: int, width: int) -> tuple[Sequence[object], ...]:
     """A row of each table of a `BadWords` that has `most` words of up to `width` tokens before the last."""
-    words, gap = row.params.bad_words, most - len(row.params.bad_words)
+    words = row.params.bad_words
+    gap = most - len(row.params.bad_words)
     line = [*row.prompt[-width:], *row.output[-width:]][-width:]
     return (
         [[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap,

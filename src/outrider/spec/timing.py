@@ -69,8 +69,11 @@ def measure(
     whole: a drafter's probe runs a cycle (that of a tree always does). A cell's time is the median of its ratios to the
     plain step of the same round: next to a busy process the least samples would mislead, as only short steps run
     undisturbed."""
-    (one, *_), ks, first = grid.batches, grid.ks, min(grid.contexts)
-    start, order = clock(), _order(drafters, grid)
+    (one, *_) = grid.batches
+    ks = grid.ks
+    first = min(grid.contexts)
+    start = clock()
+    order = _order(drafters, grid)
     times: dict[Cell, list[float]] = {}
     shares: dict[Cell, list[float]] = {}  # the same, in plain steps of the same round
     # A single user's choices rest on these, so they are timed most often.
@@ -114,7 +117,9 @@ def measure(
 
 def _order(drafters: Sequence[TimedDrafter], grid: ProbeGrid) -> list[Cell]:
     """The cells worth timing, the most telling first."""
-    (one, *rest), ks, (first, *further) = grid.batches, grid.ks, sorted(grid.contexts)
+    (one, *rest) = grid.batches
+    ks = grid.ks
+    (first, *further) = sorted(grid.contexts)
     order = [(VERIFY, one, k, first) for k in ks]
     order += [(part, one, k, first) for d in drafters for part in d.parts for k in d.ks]
     order += [(VERIFY, one, k, c) for c in further for k in (0, 8)]
@@ -137,8 +142,10 @@ def agrees(
 ) -> bool:
     """Is a stored table still valid? Times a plain and a drafted cycle (without a drafter that takes time, a verify
     pass): only their ratio counts. Close agreement needs few samples."""
-    timed, k = [TimedDrafter(drafter, one_pass=True)] if drafter is not None else [], 4
-    was, grid = table.curve(drafter, 1, context), ProbeGrid((1,), (context,), (0, k))
+    timed = [TimedDrafter(drafter, one_pass=True)] if drafter is not None else []
+    k = 4
+    was = table.curve(drafter, 1, context)
+    grid = ProbeGrid((1,), (context,), (0, k))
     for rounds, tolerance in ((2, DISAGREE / 3), (ROUNDS, DISAGREE)):
         now = measure(probe, timed, grid, budget_s, None, clock, whole, rounds).curve(drafter, 1, context)
         if was[0] > 0.0 and abs(math.log(now[k] / now[0] * was[0] / was[k])) < tolerance:
@@ -165,7 +172,8 @@ def _assemble(
     groups: dict[tuple[CostPart, int, int], dict[int, float]] = {}
     for (part, batch, k, context), seconds in times.items():
         groups.setdefault((part, batch, context), {})[k] = seconds
-    one, first = grid.batches[0], min(grid.contexts)
+    one = grid.batches[0]
+    first = min(grid.contexts)
     base = _spread(groups[VERIFY, one, first])
     # Read at the same number of rows, the base curve replaces batches beyond those that were timed (those between are
     # interpolated) and gives the shape in K between the few widths that were timed.

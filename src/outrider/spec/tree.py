@@ -43,11 +43,14 @@ def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = No
     # a parent is never less likely, nor later
     order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]
     if prices is not None:
-        net, best, count = 0.0, 0.0, 0
+        net = 0.0
+        best = 0.0
+        count = 0
         for n, i in enumerate(order, 1):
             net += nodes[i].chance
             if net - prices[n] > best:
-                best, count = net - prices[n], n
+                best = net - prices[n]
+                count = n
         order = order[:count]
     kept = set(order)
     line: list[int] = []
@@ -61,13 +64,17 @@ def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tenso
     """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep. heads: where `score` puts the
     confidence head's output for the best token after each node [W], level by level; the others share the rest."""
     assert batch.plans is not None
-    plans, size, device = batch.plans, len(batch.plans), batch.last.device
+    plans = batch.plans
+    size = len(batch.plans)
+    device = batch.last.device
     trees: list[list[Node]] = [[] for _ in range(size)]
     front = [(b, -1, 1.0) for b in range(size)]  # sequence, node, chance
-    tokens, rows = batch.last, torch.arange(size, device=device)
+    tokens = batch.last
+    rows = torch.arange(size, device=device)
     for level in range(depth):
         seq = torch.tensor([b for b, _, _ in front], device=device)
-        at, sampling = batch.position[seq] + 1 + level, batch.sampling.select(seq)
+        at = batch.position[seq] + 1 + level
+        sampling = batch.sampling.select(seq)
         ids, logits = score(level, seq, tokens, rows)
         z = sampling.scores(logits.float(), at, ids)  # [W, N] with noise where sampled
         best = z.topk(min(SCORED_CHILDREN, z.shape[1]), dim=-1).indices  # [W, 3]
@@ -95,7 +102,8 @@ def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tenso
         tokens = torch.tensor([token for *_, token in chosen], device=device)
         rows = torch.tensor([row for _, _, _, row, _ in chosen], device=device)
     picked = [select(nodes, plan.max_drafted, plan.prices) for nodes, plan in zip(trees, plans)]
-    made, confidence = list[DraftTree](), list[list[float]]()
+    made = list[DraftTree]()
+    confidence = list[list[float]]()
     for nodes, which in zip(trees, picked):
         number = {-1: 0, **{node: j for j, node in enumerate(which, 1)}}
         made.append(DraftTree([nodes[i].token for i in which], [number[nodes[i].parent] for i in which]))
@@ -110,11 +118,13 @@ def build_fixed_tree(
     batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Frontier], tuple[Tensor | None, Tensor]]
 ) -> TreeRows:
     """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
-    sampling, ops = batch.sampling, batch.ops
+    sampling = batch.sampling
+    ops = batch.ops
     filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.cut is not None else None
     # or it was divided by already
     heat = torch.ones_like(sampling.temperature) if sampling.cut is not None else sampling.temperature
-    found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Frontier.root(batch.last)
+    found = Nodes.of(batch.last.shape[0], depth, batch.last.device)
+    front = Frontier.root(batch.last)
     for level in range(depth):
         ids, logits = score(level, front)
         if filtered is not None:
@@ -128,7 +138,8 @@ def build_fixed_tree(
 
 def widened(kv: KVView) -> KVView:
     """The view of one row per sequence, for WIDTH rows of each at the same position."""
-    positions, row_seq = kv.positions.repeat_interleave(WIDTH), kv.row_seq.repeat_interleave(WIDTH)
+    positions = kv.positions.repeat_interleave(WIDTH)
+    row_seq = kv.row_seq.repeat_interleave(WIDTH)
     return replace(kv, positions=positions, row_seq=row_seq, row_start=kv.row_start * WIDTH, max_rows=WIDTH)
 
 

@@ -63,10 +63,15 @@ def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.nd
     get a greedy answer and, if answers are sampled at all, a sampled one. weights [count]: answers relative to 1."""
     seed = config.answer_seed or 0
     rng = np.random.default_rng((seed, 1))
-    order, cold, luck = rng.permutation(count), rng.random(count) < config.greedy_share, rng.random(count)
+    order = rng.permutation(count)
+    cold = rng.random(count) < config.greedy_share
+    luck = rng.random(count)
     times = np.floor(config.answers_per_prompt * weights + luck).astype(np.int64)
-    aside, hot = set(held.tolist()), config.temperature if config.greedy_share < 1.0 else 0.0
-    open_tasks, held_tasks, merged = list[Task](), deque[Task](), list[Task]()
+    aside = set(held.tolist())
+    hot = config.temperature if config.greedy_share < 1.0 else 0.0
+    open_tasks = list[Task]()
+    held_tasks = deque[Task]()
+    merged = list[Task]()
     for i in map(int, order):
         if i in aside:
             heats = [0.0, hot] if hot > 0 else [0.0]
@@ -101,7 +106,8 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
     require(bool(listed), "no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
     rows = [np.concatenate([prompts[a.prompt], np.array(a.tokens)]) for a in listed]
-    given, lines = [len(prompts[a.prompt]) for a in listed], [int(prompts.index[a.prompt]) for a in listed]
+    given = [len(prompts[a.prompt]) for a in listed]
+    lines = [int(prompts.index[a.prompt]) for a in listed]
     return Sequences.of(rows, given, lines, [a.temperature == 0 for a in listed], vocab, [a.seed for a in listed])
 
 
@@ -113,7 +119,9 @@ def answering_engine(
     """An engine for answering: prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU the
     weights are dense, as in training: hundreds of rows gain nothing from 4 bits, and kernels for every format would be
     compiled first. Afterwards its memory is freed, and torch has its threads again (the CPU kernels leave it one)."""
-    cuda, page, threads = device.startswith("cuda"), EngineConfig().page_size, torch.get_num_threads()
+    cuda = device.startswith("cuda")
+    page = EngineConfig().page_size
+    threads = torch.get_num_threads()
     context = longest + 1 + page  # the engine keeps a page aside
     # positions of K/V: a third of what is free
     room = free_bytes(device) // 3 // max(1, kv_bytes(known.config, 1, dtype.itemsize if cuda else 4))
@@ -154,7 +162,10 @@ def answer_tasks(
 ) -> Iterator[RecordedAnswer]:
     """Yields the answers that `had` lacks as they end; once `halt` says so, the unfinished ones too."""
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
-    began, told, made, total = time.perf_counter(), 0.0, 0, len(tasks)
+    began = time.perf_counter()
+    told = 0.0
+    made = 0
+    total = len(tasks)
     finished = total - len(waiting)
     running: dict[str, tuple[Task, list[int]]] = {}
     pool = engine.runner.adapters
@@ -212,7 +223,8 @@ def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) 
     digests = np.frombuffer(b"".join(hashes), ">u8")
     if lines is not None:
         return np.nonzero(np.isin(digests, digests[prompts.index >= lines]))[0]
-    room, kept = min(heldout, len(prompts) // HELD_EVERY), []
+    room = min(heldout, len(prompts) // HELD_EVERY)
+    kept = []
     for digest, times in zip(*np.unique(digests, return_counts=True), strict=True):
         if times <= room:  # all copies of a prompt are held out, or none
             kept.append(digest)

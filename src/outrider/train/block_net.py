@@ -41,9 +41,11 @@ GEMMA_MASK = 4  # Gemma's own <mask>
 def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockConfig:
     """The default drafter: layers like the target's last full one, with norms as in the public layouts."""
     kind: Kind = "eagle3" if job.kind == "eagle3" else "dflash"
-    count, depth = 1 if kind == "eagle3" else job.layers, len(target.layers)
+    count = 1 if kind == "eagle3" else job.layers
+    depth = len(target.layers)
     like = next((layer for layer in reversed(target.layers) if layer.attn.window is None), target.layers[-1])
-    a, rope = like.attn, replace(like.rope, rotated=like.attn.head_dim // 2)
+    a = like.attn
+    rope = replace(like.rope, rotated=like.attn.head_dim // 2)
     spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, 0, True, scale=a.head_dim**-0.5, eps=target.norm_eps)
     same = job.hidden_size in (None, target.hidden)
     require(same, f"hidden_size: a {kind} drafter has the width of its target ({target.hidden})")
@@ -68,7 +70,8 @@ def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockC
 
 def spread_taps(depth: int, count: int) -> Layers:
     """Layers evenly from the first quarter to the last but one: engines differ in what they expose after the last."""
-    low, high = depth // 4, max(0, depth - 2)
+    low = depth // 4
+    high = max(0, depth - 2)
     return tuple(sorted({low + round((high - low) * i / max(1, count - 1)) for i in range(count)}))
 
 
@@ -91,10 +94,14 @@ class GroupedBlock(BlockNet):
         """start [B, M]: the first position of each block, M a multiple of `group`; context [B, T, H'] what layers read
         of every position."""
         size, length, width = context.shape
-        flat, at = context.reshape(size * length, width), torch.arange(length, device=start.device)
+        flat = context.reshape(size * length, width)
+        at = torch.arange(length, device=start.device)
         angles = self.angles(at.repeat(size))
-        self.start, self.past = start.view(-1, group), dict[int, Keys]()  # [B·M/group, group]
-        self.shared, self.masks = dict[int, Keys](), dict[tuple[int | None, bool, int, int], Tensor]()
+        # [B·M/group, group]
+        self.start = start.view(-1, group)
+        self.past = dict[int, Keys]()
+        self.shared = dict[int, Keys]()
+        self.masks = dict[tuple[int | None, bool, int, int], Tensor]()
         copies = start.shape[1] // group
         for layer in self.layers:
             k, v = (t.view(size, 1, length, *t.shape[1:]) for t in self.project(layer, flat, angles))
@@ -104,7 +111,8 @@ class GroupedBlock(BlockNet):
 
     def project(self, layer: DraftLayer, x: Tensor, angles: Rotations) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
-        made, attn = self.ops.linear(x, layer.kv, layer.kv_bias), layer.attn
+        made = self.ops.linear(x, layer.kv, layer.kv_bias)
+        attn = layer.attn
         return self.ops.keys_values(made, angles[layer.rope], attn.k_norm, attn.spec)
 
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
@@ -113,15 +121,20 @@ class GroupedBlock(BlockNet):
     def mask(self, layer: DraftLayer, length: int, first: int, slots: int, dtype: torch.dtype) -> Tensor:
         """0 or -inf [groups, 1, heads per K/V head · group · slots, T + group · (first + slots)]: slots from `first`
         on, against the context before their block and the rows of that block."""
-        key, device = (layer.attn.window, layer.attn.causal, first, slots), self.start.device
+        key = (layer.attn.window, layer.attn.causal, first, slots)
+        device = self.start.device
         if key not in self.masks:
-            most, spec = self.start.shape[1], layer.attn.spec
-            place, own = torch.arange(first, first + slots, device=device), torch.arange(first + slots, device=device)
+            most = self.start.shape[1]
+            spec = layer.attn.spec
+            place = torch.arange(first, first + slots, device=device)
+            own = torch.arange(first + slots, device=device)
             behind_far = (self.start[..., None] + place)[..., None] - torch.arange(length, device=device)
             behind_near = place[:, None] - own  # [S, P]
-            far, near = behind_far > place[:, None], (behind_near >= 0) | (not layer.attn.causal)
+            far = behind_far > place[:, None]
+            near = (behind_near >= 0) | (not layer.attn.causal)
             if layer.attn.window is not None:
-                far, near = far & (behind_far < layer.attn.window), near & (behind_near.abs() < layer.attn.window)
+                far = far & (behind_far < layer.attn.window)
+                near = near & (behind_near.abs() < layer.attn.window)
             same = torch.eye(most, dtype=torch.bool, device=device)[:, None, :, None] & near[None, :, None]
             seen = torch.cat((far, same.flatten(2).expand(len(far), -1, -1, -1)), -1)  # [groups, group, S, T + …]
             bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
@@ -129,8 +142,11 @@ class GroupedBlock(BlockNet):
         return self.masks[key]
 
     def attend(self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, own: BlockRows, first: int) -> Tensor:
-        spec, (groups, most), here = layer.attn.spec, self.start.shape, layer.attn.spec.kv_layer
-        slots, dim = len(x) // self.start.numel(), spec.head_dim
+        spec = layer.attn.spec
+        groups, most = self.start.shape
+        here = layer.attn.spec.kv_layer
+        slots = len(x) // self.start.numel()
+        dim = spec.head_dim
         q = self.ops.linear(x, layer.q, layer.q_bias).view(len(x), spec.heads, dim)
         q = q if layer.attn.q_norm is None else self.ops.rms_norm(q, layer.attn.q_norm, spec.eps)
         q = self.ops.rotate(q, *angles[layer.rope]).view(groups, most * slots, spec.kv_heads, -1, dim)
@@ -153,7 +169,9 @@ class BlockModule(TrainNet):
 
     def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
         """The head's inputs of steps 1..steps (DFlash: as many as a block has), at the anchors of step 1."""
-        config, rows, (size, length) = self.config, batch.anchors[0], batch.ids.shape
+        config = self.config
+        rows = batch.anchors[0]
+        size, length = batch.ids.shape
         line, at = batch.where(rows)
         first = torch.searchsorted(line, torch.arange(size, device=line.device))
         group = -(-batch.most // -(-batch.most // GROUP))
@@ -164,7 +182,8 @@ class BlockModule(TrainNet):
         net = GroupedBlock(config, w, model.ops, model)
         streams = net.context([t.flatten(0, 1) for t in seen.taps])
         token = lambda j: batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)  # noqa: E731
-        wide, no_kv = batch.ids.shape[1] - batch.first, KVView(1, (), (), {}, at, at, at, 0, 0)
+        wide = batch.ids.shape[1] - batch.first
+        no_kv = KVView(1, (), (), {}, at, at, at, 0, 0)
 
         def spread(h: Tensor) -> Tensor:  # [B·M, H] -> [B, Tq, H]
             return h.new_zeros((size * wide, h.shape[-1])).index_copy(0, rows, h[cell]).view(size, wide, -1)
@@ -182,7 +201,8 @@ class BlockModule(TrainNet):
         context, _ = net.feature_input(layer, following, streams)
         net.begin(anchor, context.view(size, length, -1), group)
         flat = (torch.arange(size, device=line.device)[:, None] * length + anchor).reshape(-1)
-        feature, own = streams[flat], BlockRows(flat, flat, anchor.reshape(-1))
+        feature = streams[flat]
+        own = BlockRows(flat, flat, anchor.reshape(-1))
         for j in range(steps):
             h, feature = net.feature_step(token(j + 1), feature, no_kv, own, j)
             yield spread(h)
@@ -192,16 +212,20 @@ class BlockModule(TrainNet):
 def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, reads: Layers) -> None:
     """Layers start as target layers of the same shape: attention, MLP, norms; the norms of queries and keys at the
     scale that these have there. The context starts as the stream after the last tap, which enters those layers."""
-    config, target = net.config, model.config
+    config = net.config
+    target = model.config
     seen = capture(model, batch.ids, tuple(max(0, r - 1) for r in reads))
     for i, (layer, r) in enumerate(zip(config.layers, reads, strict=True)):
-        block, theirs, at = model.blocks[r], target.layers[r].attn, f"layers.{i}."
+        block = model.blocks[r]
+        theirs = target.layers[r].attn
+        at = f"layers.{i}."
         same = all(getattr(theirs, size) == getattr(layer.attn, size) for size in ("heads", "kv_heads", "head_dim"))
         if not same or theirs.k_eq_v or target.layers[r].intermediate != layer.intermediate or block.gate_up is None:
             continue
         for name in ("out", "gate_up", "down", "attn_norm", "mlp_norm"):
             net.weight(at + name).copy_(as_tensor(getattr(block, name)))
-        qkv, rows = as_tensor(block.qkv), theirs.heads * theirs.head_dim
+        qkv = as_tensor(block.qkv)
+        rows = theirs.heads * theirs.head_dim
         net.weight(at + "q").copy_(qkv[:rows])
         net.weight(at + "kv").copy_(qkv[rows:])
         h = model.ops.rms_norm(seen.taps[i].flatten(0, 1).float(), block.attn_norm.float(), config.norm_eps)
@@ -209,7 +233,8 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
         q_size, k_size = (t.unflatten(-1, (-1, theirs.head_dim)).pow(2).mean(-1).sqrt().mean() for t in (q, k))
         net.weight(at + "q_norm").fill_(float(q_size) * theirs.scale * theirs.head_dim**0.5)
         net.weight(at + "k_norm").fill_(float(k_size))
-    fc, width = net.weight("fc"), target.hidden
+    fc = net.weight("fc")
+    width = target.hidden
     fc.mul_(0.1)
     fc[:, -width:] += torch.eye(config.hidden, device=fc.device)
     net.weight("hidden_norm").copy_(model.blocks[reads[-1]].attn_norm)
@@ -236,7 +261,8 @@ def load_net(name: str, target: TrainTarget, seed: int = 0) -> TrainNet:
         net: TrainNet = DrafterModule(replace(config, target_hash=target.hash), target.config, seed)
         weights: Mapping[str, DeviceWeight] = load_drafter(name)[1]
     else:
-        good, other = config.kind in TAPS and config.tied_to_target, "or one with a head of its own"
+        good = config.kind in TAPS and config.tied_to_target
+        other = "or one with a head of its own"
         require(good, f"{name}: a {config.kind} drafter, {other}, cannot be trained on")
         net = BlockModule(config, seed)
         weights = load_block(hub.resolve(name, kind="drafter"), target.model, torch.float32).weights

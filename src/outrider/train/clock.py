@@ -63,7 +63,8 @@ class Stop:
 @contextmanager
 def listening() -> Iterator[Stop]:
     """In this context SIGINT and SIGTERM request a stop. Signals reach the main thread only."""
-    stop, heard = Stop(), threading.current_thread() is threading.main_thread()
+    stop = Stop()
+    heard = threading.current_thread() is threading.main_thread()
 
     def asked(number: int, frame: FrameType | None) -> None:
         if stop.asked:

@@ -19,7 +19,9 @@ from ..types import require
 TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # possible numbers of clusters scored per step
 # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
 BANDS = (16, 8, 4)
-CPU_WIDTH, CPU_ITERATIONS = 128, 5  # k-means of 151,936 rows of 896 numbers took minutes on two cores
+# k-means of 151,936 rows of 896 numbers took minutes on two cores
+CPU_WIDTH = 128
+CPU_ITERATIONS = 5
 MEANING = 1.0  # likely_together: weight of the head's rows relative to the profiles
 
 
@@ -58,7 +60,8 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
     """Assign every row to one cluster, `size` rows per cluster. In rounds: each row applies to its best cluster with
     free places, and a cluster with more applicants than places keeps the closest. A row near many full clusters ends in
     the best of the rest."""
-    vocab, clusters = x.shape[0], centres.shape[0]
+    vocab = x.shape[0]
+    clusters = centres.shape[0]
     owner = torch.full((vocab,), -1, dtype=torch.int64, device=x.device)
     room = torch.full((clusters,), size, dtype=torch.int64, device=x.device)
     left = torch.arange(vocab, device=x.device)
@@ -88,9 +91,11 @@ def likely_together(
     how likely they are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped
     by the places where they are likely (√q over the states, projected at random). A context then needs few
     clusters, which k-means of the head's rows, rare and frequent tokens mixed, does not give."""
-    vocab, generator = head.shape[0], torch.Generator().manual_seed(0)
+    vocab = head.shape[0]
+    generator = torch.Generator().manual_seed(0)
     size = vocab // clusters
-    where, mean = torch.zeros(vocab, width, device=g.device), torch.zeros(vocab, device=g.device)
+    where = torch.zeros(vocab, width, device=g.device)
+    mean = torch.zeros(vocab, device=g.device)
     for part in g.split(4096):
         q = (part @ head.T).float().softmax(-1)  # [chunk, V]
         mean += q.sum(0)
@@ -143,8 +148,11 @@ class Recall:
 @torch.no_grad()
 def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) -> list[Recall]:
     """g [A, h] states, choice [A] the full head's tokens."""
-    clusters, vocab, width = centroids.shape[0], order.shape[0], g.shape[1]
-    right, size = cluster_of(order, clusters)[choice], vocab // clusters
+    clusters = centroids.shape[0]
+    vocab = order.shape[0]
+    width = g.shape[1]
+    right = cluster_of(order, clusters)[choice]
+    size = vocab // clusters
     ranks = []  # of the right cluster: how many score above it
     for states, label in zip(g.split(8192), right.split(8192), strict=True):
         z = (states @ centroids.to(g.dtype).T).float()
@@ -159,7 +167,8 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) ->
 
 def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Recall:
     """The cheapest point that finds the token often enough; else the best one that scores less than `most` of all."""
-    allowed, what = [r for r in curve if r.share < most], "less than the allowed share of the vocabulary"
+    allowed = [r for r in curve if r.share < most]
+    what = "less than the allowed share of the vocabulary"
     require(bool(allowed), f"no top of the clustered head scores {what}: more clusters are needed")
     good = [r for r in allowed if r.recall >= need]
     return min(good, key=lambda r: r.weights) if good else max(allowed, key=lambda r: r.recall)

@@ -12,7 +12,9 @@ from typing import Annotated, Any, get_type_hints
 from ..types import is_a, require
 
 Say = Callable[[str], None]
-CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences answered at a time that each device is good at
+# sequences answered at a time that each device is good at
+CPU_SLOTS = 8
+GPU_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class TrainConfig:
     def validated(self) -> TrainConfig:
         """Itself; OutriderError names the first field that is out of range."""
         for name, hint in get_type_hints(TrainConfig, include_extras=True).items():
-            value, notes = getattr(self, name), getattr(hint, "__metadata__", ())
+            value = getattr(self, name)
+            notes = getattr(hint, "__metadata__", ())
             option = any(isinstance(note, str) for note in notes)
             label = "--" + name.replace("_", "-") if option else f"{name} (a key of the recipe)"
             for bound in (note for note in notes if isinstance(note, Bound) and value is not None):

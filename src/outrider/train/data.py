@@ -91,7 +91,8 @@ class Sequences:
 
     @staticmethod
     def load(path: Path) -> Sequences:
-        what, advice = "not a file of token sequences", "delete it, or choose another --out"
+        what = "not a file of token sequences"
+        advice = "delete it, or choose another --out"
         with bad_input(DAMAGED, lambda e: f"{path}: {what} ({e}): {advice}"), np.load(path) as file:
             return Sequences(*(file[f.name] for f in fields(Sequences)))
 
@@ -130,7 +131,8 @@ def make_batch(
 ) -> TrainBatch:
     """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2.
     share: of each sequence's anchors, drawn by the seed."""
-    lengths, given = data.lengths[which], data.prompts[which].astype(np.int64)
+    lengths = data.lengths[which]
+    given = data.prompts[which].astype(np.int64)
     width = -(-int(lengths.max()) // multiple) * multiple
     ids = np.zeros((len(which), width), dtype=np.int64)
     for row, i in enumerate(which):
@@ -139,7 +141,8 @@ def make_batch(
     at = np.arange(width)[None, :]
     judged = (at >= given[:, None]) & (at <= lengths[:, None] - 2)  # [B, T]
     number = np.cumsum(judged.reshape(-1)).reshape(judged.shape) - 1
-    anchors, targets = [], []
+    anchors = []
+    targets = []
     drawn = (at >= given[:, None] - 1) & (at <= lengths[:, None] - 3)  # [B, T]
     if share < 1.0:
         rank = np.where(drawn, np.random.default_rng(seed).random(drawn.shape), 2.0).argsort(1).argsort(1)
@@ -148,7 +151,8 @@ def make_batch(
         rows, columns = np.nonzero(drawn & (at <= lengths[:, None] - 2 - j))
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
-    judged_rows, cold = np.nonzero(judged.reshape(-1))[0], data.greedy[which].astype(np.int64)
+    judged_rows = np.nonzero(judged.reshape(-1))[0]
+    cold = data.greedy[which].astype(np.int64)
     padded, teacher, greedy = (torch.from_numpy(x) for x in (ids, judged_rows, cold))
     return TrainBatch(padded, teacher, greedy, first, anchors, targets, which, int(drawn.sum(1).max()))
 
@@ -157,7 +161,8 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     """Sequences of similar shape together (little padding), cut at `anchors` query rows or `tokens` tokens; the order
     and the composition of batches depend on (seed, epoch) alone."""
     rng = np.random.default_rng((seed, epoch))
-    lengths, given = data.lengths, data.prompts
+    lengths = data.lengths
+    given = data.prompts
     usable = np.nonzero(lengths - given >= 2)[0]
     require(len(usable) > 0, "no sequence has two answer tokens: nothing to learn from")
     noise = rng.random(len(usable))
@@ -167,14 +172,20 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     answer = (lengths - given)[usable] + rng.random(len(usable)) * 12
     order = usable[np.lexsort((np.where(bucket % 2, -answer, answer), bucket))]
     batches: list[np.ndarray] = []
-    lo, longest, shortest = 0, 0, 1 << 30
+    lo = 0
+    longest = 0
+    shortest = 1 << 30
     for hi, i in enumerate(order):
-        longest_, shortest_ = max(longest, int(lengths[i])), min(shortest, int(given[i]) - 1)
+        longest_ = max(longest, int(lengths[i]))
+        shortest_ = min(shortest, int(given[i]) - 1)
         size = hi - lo + 1
         if hi > lo and (size * (longest_ - shortest_) > anchors or size * longest_ > tokens):
             batches.append(order[lo:hi])
-            lo, longest_, shortest_ = hi, int(lengths[i]), int(given[i]) - 1
-        longest, shortest = longest_, shortest_
+            lo = hi
+            longest_ = int(lengths[i])
+            shortest_ = int(given[i]) - 1
+        longest = longest_
+        shortest = shortest_
     batches.append(order[lo:])
     rng.shuffle(batches)  # type: ignore[arg-type]
     return batches

@@ -53,7 +53,8 @@ def default_clusters(vocab: int) -> int:
 def plain(
     target: ModelConfig, reads: Layers, hidden: int | None = None, intermediate: int | None = None, taps: Layers = ()
 ) -> DrafterConfig:
-    width, owners = hidden or target.hidden, target.kv_layers
+    width = hidden or target.hidden
+    owners = target.kv_layers
     inter = intermediate or max(32, width * 11 // 18 // 32 * 32)
     layers = []
     for r in reads:
@@ -78,7 +79,8 @@ def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> 
 
 def bare(target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec]) -> DrafterConfig:
     """The parts common to both styles."""
-    wide, vocab = target.hidden, target.vocab_size
+    wide = target.hidden
+    vocab = target.vocab_size
     return DrafterConfig(kind, wide, hidden, vocab, tuple(layers), None, target.norm_eps, target.activation)
 
 
@@ -102,7 +104,8 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
 def start_from_target(net: DrafterModule, model: TextModel) -> None:
     """Plain style at the target's width: layer i starts as target layer reads[i], with its strongest MLP neurons."""
     for i, layer in enumerate(net.layers):
-        block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
+        block = model.blocks[layer.attn.kv_layer]
+        at = f"layers.{i}."
         for name in ("attn_norm", "out", "mlp_norm"):
             net.weight(at + name).copy_(as_tensor(getattr(block, name)))
         net.weight(at + "qkv").copy_(as_tensor(block.qkv)[: layer.attn.heads * layer.attn.head_dim])
@@ -111,7 +114,8 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
         strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
         keep = strength.topk(min(layer.intermediate, gate.shape[0])).indices
         # a wider MLP than the target's keeps its random rest
-        mine, count = net.weight(at + "gate_up"), keep.numel()
+        mine = net.weight(at + "gate_up")
+        count = keep.numel()
         mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
         net.weight(at + "down")[:, :count] = down[:, keep]
     net.weight("norm").copy_(model.blocks[-1].next_norm)
@@ -150,7 +154,8 @@ def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> float:
     """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the
     token fed. The ridge is chosen on a quarter of the rows. Returns the share of their variance that is explained."""
-    config, eps = net.config, net.config.norm_eps
+    config = net.config
+    eps = net.config.norm_eps
     layer = max(0, net.layers[0].attn.kv_layer - 1)
     width = config.backbone_hidden * (2 + len(config.taps))
     device = model.device
@@ -214,9 +219,13 @@ def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
 def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
     """Clusters of tokens that are likely in the same places, in the first four draft steps on `data`; centroids fitted
     to tokens drawn from the full head's distribution. Returns the number of states looked at."""
-    judge, clusters, seen = Judge(model, net), net.config.clusters, Recorded()
+    judge = Judge(model, net)
+    clusters = net.config.clusters
+    seen = Recorded()
     judge.drafts(data, 4, record=seen)
-    g, head, drawn = torch.cat([states for states, _ in seen]), judge.head, []
+    g = torch.cat([states for states, _ in seen])
+    head = judge.head
+    drawn = []
     for part in g.split(1024):
         z = exact_logits(model, part) if net.config.tied_to_target else (part @ head.T).float()
         drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))

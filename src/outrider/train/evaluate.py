@@ -66,7 +66,8 @@ class Judge:
     @cached_property
     def clusters(self) -> tuple[Tensor, Tensor] | None:
         """Ids [C, S], and the cluster of each token [V]; None: all are scored."""
-        order, count = self.weights.get("token_ordering"), self.net.config.clusters
+        order = self.weights.get("token_ordering")
+        count = self.net.config.clusters
         return None if self.full or not count or order is None else (order.view(count, -1), cluster_of(order, count))
 
     def score(self, g: Tensor, cluster_bonus: Tensor | None) -> tuple[None, Tensor]:
@@ -84,8 +85,11 @@ class Judge:
         """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
         it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
         step = chunk_rows(g.device, 8 * self.head.shape[0] * (4 if sampling.any_sampled else 1))
-        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()  # its noise is the definition
-        out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
+        # its noise is the definition
+        ids = None if self.clusters is None else self.clusters[0]
+        ops = ReferenceOps()
+        out = torch.zeros_like(at)
+        sure = torch.zeros(len(at), device=g.device)
         for rows in torch.arange(len(g), device=g.device).split(step):
             some = sampling.select(rows)
             out[rows], z = guess_next(some, at[rows], partial(self.score, g[rows]), ops, ids)
@@ -107,13 +111,15 @@ class Judge:
         drafter's confidence too."""
         out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
         confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
-        model, device = self.model, self.model.device
+        model = self.model
+        device = self.model.device
         anchors = 16384 if device.type == "cuda" else 1024  # on a CPU few: a batch ends when its last draft fails
         for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
             if self.halt():
                 raise Halted
             batch = make_batch(data, which, 1).to(device)
-            count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
+            count = batch.ids.shape[0]
+            width = batch.ids.shape[1] - batch.first
             alive = batch.anchors[0]  # rows of [B·Tq]
             right = torch.zeros(count * width, dtype=torch.int64, device=device)
             sure = torch.zeros(count * width, most, device=device)
@@ -125,7 +131,9 @@ class Judge:
                 b, at = batch.where(alive)
                 at = at + j + 1  # the position being guessed
                 inside = at < ends[b]
-                alive, b, at = alive[inside], b[inside], at[inside]
+                alive = alive[inside]
+                b = b[inside]
+                at = at[inside]
                 if not alive.numel():
                     break
                 states = g.reshape(count * width, -1)[alive]
@@ -135,23 +143,30 @@ class Judge:
                 sure[alive, j - 1] = likely
                 alive = alive[choice == batch.ids[b, at]]
                 right[alive] += 1
-            grid, trust = right.view(count, width).cpu().numpy(), sure.view(count, width, most).cpu().numpy()
+            grid = right.view(count, width).cpu().numpy()
+            trust = sure.view(count, width, most).cpu().numpy()
             for row, i in enumerate(which):
                 lo = int(data.prompts[i]) - 1 - batch.first
                 hi = lo + int(data.lengths[i]) - 1 - int(data.prompts[i])
-                out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
+                out[i] = grid[row, lo:hi]
+                confidence[i] = trust[row, lo:hi]
         return Judged(out, confidence)
 
 
 def walk(right: np.ndarray, k: int) -> Walk:
     """One answer's matches -> tokens emitted after the first, cycles, how many of these accepted at least j = 1..k."""
-    left, at, cycles, tokens = len(right), 0, 0, 0
+    left = len(right)
+    at = 0
+    cycles = 0
+    tokens = 0
     reached = np.zeros(k, dtype=np.int64)
     while at < left:
         accepted = min(int(right[at]), k)
         reached[:accepted] += 1
         emitted = min(accepted + 1, left - at)
-        cycles, tokens, at = cycles + 1, tokens + emitted, at + emitted
+        cycles = cycles + 1
+        tokens = tokens + emitted
+        at = at + emitted
     return tokens, cycles, reached
 
 

@@ -76,8 +76,10 @@ def _gemma_dict(config: DrafterConfig) -> Json:
     """The configuration of one of Google's assistants, with this drafter's sizes."""
     named = {"gemma4_assistant": "Gemma4", "gemma4_unified_assistant": "Gemma4Unified"}.get(config.model_type)
     theirs = BUILTIN_CONFIGS[f"google/gemma-4-{'12B' if named == 'Gemma4Unified' else 'E2B'}-it-assistant"]
-    some, by_kind = config.layers[0], {l.kind: l for l in config.layers}
-    sliding, full = by_kind.get("sliding", some), by_kind.get("full", some)
+    some = config.layers[0]
+    by_kind = {l.kind: l for l in config.layers}
+    sliding = by_kind.get("sliding", some)
+    full = by_kind.get("full", some)
     text = {
         "hidden_size": config.hidden,
         "intermediate_size": some.intermediate,
@@ -109,7 +111,9 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
     """config.json in the layout that the configuration names. verifier: name of the target."""
     if config.kind not in ("dflash", "eagle3") or config.layout == "deepseek" or config.gemma:
         raise OutriderError(f"a {config.kind} drafter of {config.layout}'s layout cannot be written")
-    some, taps, eagle = config.layers[0], list(config.taps or ()), config.kind == "eagle3"
+    some = config.layers[0]
+    taps = list(config.taps or ())
+    eagle = config.kind == "eagle3"
     windows = [layer.attn.window for layer in config.layers]
     ropes = {layer.rope for layer in config.layers}
     sliding = [w is not None or (c and not eagle) for w, c in zip(windows, config.causal, strict=True)]

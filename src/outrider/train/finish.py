@@ -70,7 +70,10 @@ def load_best(trainer: Trainer) -> int:
     """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
     overwritten. Where the evaluation of the last ones was given up and only the drafter at the start was evaluated,
     they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
-    job, net, step, path = trainer.config, trainer.net, trainer.progress.step, trainer.config.out / "best.pt"
+    job = trainer.config
+    net = trainer.net
+    step = trainer.progress.step
+    path = trainer.config.out / "best.pt"
     won = trainer.judge(ties=True)
     if won or not path.exists():
         return step
@@ -85,10 +88,13 @@ def load_best(trainer: Trainer) -> int:
 
 def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = lambda: False) -> Row:
     """The best weights, the top of the clustered head, the final evaluation (as far as `halt` allows), the files."""
-    job, model, net = trainer.config, trainer.model, trainer.net
+    job = trainer.config
+    model = trainer.model
+    net = trainer.net
     result: Row = {"step": load_best(trainer)}
     runs: list[Runs] = []
-    cold, hot = aside.select(aside.greedy), aside.select(~aside.greedy)
+    cold = aside.select(aside.greedy)
+    hot = aside.select(~aside.greedy)
     with suppress(Halted):
         if len(cold):
             states: Recorded = []
@@ -117,8 +123,11 @@ def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = la
 
 def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Runs]) -> None:
     """OUT/drafter, unmeasured and without log and curve where the result is empty."""
-    out, net, story = trainer.config.out, trainer.net, provenance(trainer, target_hash)
-    folder, log = out / "drafter", out / "log.jsonl"
+    out = trainer.config.out
+    net = trainer.net
+    story = provenance(trainer, target_hash)
+    folder = out / "drafter"
+    log = out / "log.jsonl"
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     save_drafter(folder, net.config, net.export(), story, model_card(net.config, result, [story]))
     if any(len(right) for right, _ in runs):
@@ -132,8 +141,10 @@ def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Ru
 
 
 def provenance(trainer: Trainer, target_hash: str) -> Row:
-    job, data = trainer.config, trainer.data
-    commit, source = "", read_json(job.out / "prompts.json")
+    job = trainer.config
+    data = trainer.data
+    commit = ""
+    source = read_json(job.out / "prompts.json")
     with suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
     return {
@@ -160,7 +171,8 @@ def provenance(trainer: Trainer, target_hash: str) -> Row:
 def draw_curve(log: Path, to: Path) -> None:
     """The learning curve as an SVG."""
     rows = read_rows(log)
-    curve, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval" in r]
+    curve = [r for r in rows if "loss" in r]
+    evals = [r for r in rows if "eval" in r]
     if not curve:
         return
     right = [(f"position {j + 1}", [(r["step"], r["hit"][j]) for r in curve]) for j in range(len(curve[0]["hit"]))]
@@ -195,7 +207,9 @@ def trained(run: Json) -> str:
 
 
 def described(config: DrafterConfig | BlockConfig) -> str:
-    some, count, tapped = config.layers[0], len(config.layers), ", ".join(map(str, config.taps or ()))
+    some = config.layers[0]
+    count = len(config.layers)
+    tapped = ", ".join(map(str, config.taps or ()))
     size = f"{some.attn.heads} heads of {some.attn.head_dim}, MLP {some.intermediate}, hidden {config.hidden}"
     if isinstance(config, BlockConfig):
         block = f"; {config.max_tokens} tokens in one pass, mask token {config.mask_id}" if config.mask_id >= 0 else ""

@@ -31,7 +31,8 @@ from .config import CPU_SLOTS, TrainConfig
 from .design import START_ROWS, new_drafter
 from .losses import CPU_LOSS_ROWS, LossMix, row_terms
 
-GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
+GPU_ANCHORS = 16384
+FEWEST_ANCHORS = 256
 CPU_SCORED = 8192  # vocabulary tokens in a batch's loss on a CPU
 CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
 USUAL_LENGTH = 512  # tokens of a sequence, where memory depends on it
@@ -40,17 +41,24 @@ KEEP_SHARE = 0.25  # of the free memory that captured states may take
 EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step's products reach
 TIMED_SECONDS = 0.2  # of each measurement; ten times as long on a busy machine, whose momentary rate says little
 BUSY = 0.75  # share of the processor time that a process gets on a busy machine, at most
-FEWEST_STEPS, FEWEST_TOKENS = 50, 2000  # a drafter learns nothing from less
+# a drafter learns nothing from less
+FEWEST_STEPS = 50
+FEWEST_TOKENS = 2000
 HANDFUL = 10  # steps: a timed run that made fewer has failed
 SUSTAINED = 1.5  # whole runs took 1.3 to 1.7 times what their parts, timed one by one for a moment, add up to
 OP_SECONDS = 1.5e-5  # that torch takes to start an operation
-ANSWER_SHARE, CPU_ANSWER_SHARE = 0.4, 0.25  # of the minutes, where answer_minutes does not say: a CPU learns slowly
+# of the minutes, where answer_minutes does not say: a CPU learns slowly
+ANSWER_SHARE = 0.4
+CPU_ANSWER_SHARE = 0.25
 # of the minutes, at most; passes over the held-out answers, with a reserve of a half
-FINISH_SHARE, FINISH_PASSES = 0.1, 6.0
+FINISH_SHARE = 0.1
+FINISH_PASSES = 6.0
 EXPORT_SECONDS = 3.0
 LOAD_RATE = 5e7  # weights per second that are read and unpacked; it happens twice, for the engine and for training
 ANSWER_STEP_SECONDS = 1e-3  # of the engine's own work in a step
-KMEANS_ROUNDS, KMEANS_WIDTH = 8.0, 128.0  # clustering a head: passes over the vocabulary, dimensions
+# clustering a head: passes over the vocabulary, dimensions
+KMEANS_ROUNDS = 8.0
+KMEANS_WIDTH = 128.0
 FIT_TOKENS = 3.0  # that the target reads for each anchor that the drafter's input is fitted on
 HELD_SHARE = 0.2  # of the answers, held out
 
@@ -84,12 +92,15 @@ class MachineSpeed:
     def measure(dtype: torch.dtype, width: int) -> MachineSpeed:
         """Of the processor. Takes less than a second, several if other processes use the machine too."""
         a, b = (torch.ones((n, width), dtype=dtype) for n in (512, 2048))
-        z, best = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED), torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
-        block, mix = torch.ones(1 << 24), LossMix().rows(len(z), z.device)
+        z = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED)
+        best = torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
+        block = torch.ones(1 << 24)
+        mix = LossMix().rows(len(z), z.device)
         timings = [timed(lambda: a @ b.T), timed(block.sum), timed(lambda: row_terms(z, z, best, z[:, 0], mix))]
         product, moved, terms = (passed for passed, _ in timings)
         share = sum(used / passed for passed, used in timings) / 3
-        rate, bandwidth = 2.0 * 512 * 2048 * width / product, block.nbytes / moved
+        rate = 2.0 * 512 * 2048 * width / product
+        bandwidth = block.nbytes / moved
         return MachineSpeed(rate, bandwidth, terms / z.numel(), share)
 
 
@@ -97,10 +108,14 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
     """Mean seconds of `work` by the clock, and by the processor time of each thread: what it would take on an idle
     machine. The first call, in which memory is mapped and kernels are chosen, is not counted."""
     work()
-    began, used, count, threads = time.perf_counter(), time.process_time(), 0, torch.get_num_threads()
+    began = time.perf_counter()
+    used = time.process_time()
+    count = 0
+    threads = torch.get_num_threads()
     while True:
         work()
-        passed, count = time.perf_counter() - began, count + 1
+        passed = time.perf_counter() - began
+        count = count + 1
         busy = min(passed, (time.process_time() - used) / threads)
         if passed >= (TIMED_SECONDS if busy > BUSY * passed else 10 * TIMED_SECONDS):
             return passed / count, busy / count
@@ -127,13 +142,17 @@ class Work:
         layer = sum(8 * wide + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
         streams = target.hidden * (1 + len(config.taps or ()))
         if isinstance(config, BlockConfig):
-            passed, scored = share * (unroll + 1), share * unroll
+            passed = share * (unroll + 1)
+            scored = share * unroll
             layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
-            row, kept = passed * layer + 2 * (unroll + 2) * wide + 2 * streams, streams
+            row = passed * layer + 2 * (unroll + 2) * wide + 2 * streams
+            kept = streams
         else:
-            passed, scored = unroll, unroll
+            passed = unroll
+            scored = unroll
             read = (target.layers[r].attn for r in set(config.reads or target.kv_layers[-2:]))
-            row, kept = unroll * (layer + 4 * wide), streams + sum(2 * a.kv_heads * a.head_dim for a in read)
+            row = unroll * (layer + 4 * wide)
+            kept = streams + sum(2 * a.kv_heads * a.head_dim for a in read)
         head = (4.0 * scored + 2.0) * config.head_hidden
         active = 2.0 * model_size(target).active
         return Work(
@@ -153,7 +172,9 @@ class Work:
 
 def choose_sizes(job: TrainConfig, work: Work, vocab: int, speed: MachineSpeed, tokens: int, free: int) -> Sizes:
     """`tokens` in the data, `free` bytes: a number of anchors that the job asks for is still cut to what fits."""
-    cuda, anchors, item = job.cuda, job.batch_anchors, torch_dtype(job).itemsize
+    cuda = job.cuda
+    anchors = job.batch_anchors
+    item = torch_dtype(job).itemsize
     scored = 0 if cuda or vocab <= 2 * CPU_SCORED else CPU_SCORED
     keep = not cuda and work.token_bytes * tokens < KEEP_SHARE * free
     room = SHARE * free - (KEEP_SHARE * free if keep else 0.0) * 0.5
@@ -214,8 +235,12 @@ class RunCosts:
     def of(job: TrainConfig, made: RunPlan, target: ModelConfig, stored: StoredSize, tokens: float) -> RunCosts:
         """`stored`: the target's weights on disk; `tokens` of answers that the prompts can give. The weights of a
         target that answers are read once for all sequences of a step."""
-        drafter, work, speed, sizes = made.drafter, made.work, made.speed, made.sizes
-        rate, vocab = speed.rate * EFFICIENCY / SUSTAINED, target.vocab_size
+        drafter = made.drafter
+        work = made.work
+        speed = made.speed
+        sizes = made.sizes
+        rate = speed.rate * EFFICIENCY / SUSTAINED
+        vocab = target.vocab_size
         width = 0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps))
         passes = 1 if job.kind == "dflash" else job.unroll
         operations = 3.0 * passes * (30.0 * len(drafter.layers) + 40.0)

@@ -29,7 +29,8 @@ from ..ops.reference import as_tensor
 from ..types import OutriderError, require
 
 # of logits made at once; plain torch makes about eight more like them
-CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25
+CHUNK_BYTES = 1 << 30
+CPU_CHUNK_BYTES = 1 << 25
 LIKELY = 8  # tokens of each of the target's distributions that the loss must look at
 RANDOM_SHARE = 0.25  # of the scored tokens that are drawn from the others
 CPU_LOSS_ROWS = 64  # of logits that plain torch passes over some twenty times: they shall stay in the cache
@@ -150,9 +151,11 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
     """The definition. z, logp [A, V]; best, weight [A]; mix [A, 3] the factors of soft, tv, hard
     -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
     soft, tv, hard = mix.unbind(1)
-    z, logp = z.float(), logp.float()
+    z = z.float()
+    logp = logp.float()
     logq = z.log_softmax(-1)
-    p, q = logp.exp(), logq.exp()
+    p = logp.exp()
+    q = logq.exp()
     alpha = torch.minimum(p, q).sum(-1)
     distance = 0.5 * (p - q).abs().sum(-1)
     sign = torch.where(q > p, 1.0, -1.0)
@@ -177,7 +180,8 @@ class HeadLoss(torch.autograd.Function):
         mix: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        count, vocab = g.shape[0], head.shape[0]
+        count = g.shape[0]
+        vocab = head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
         back = torch.empty_like(g)
         own = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None

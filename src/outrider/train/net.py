@@ -37,7 +37,9 @@ class TrainNet(nn.Module):
 
     def __init__(self, config: DrafterConfig | BlockConfig, seed: int = 0):
         super().__init__()
-        self.config, self.names, self.taps = config, tuple(tensor_plan(config)), config.taps or ()
+        self.config = config
+        self.names = tuple(tensor_plan(config))
+        self.taps = config.taps or ()
         generator = torch.Generator().manual_seed(seed)
         for name, plan in tensor_plan(config).items():
             attribute = name.replace(".", "_")
@@ -88,7 +90,8 @@ class DrafterModule(TrainNet):
 
     def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
         """The input of step j is the true token j positions later."""
-        first, (size, length, wide) = batch.first, seen.hidden.shape
+        first = batch.first
+        size, length, wide = seen.hidden.shape
         with torch.no_grad():
             ids = F.pad(batch.ids[:, first:], (0, steps))
             embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)  # [B, Tq + steps, Hb]
@@ -112,8 +115,10 @@ def four_bits(w: Tensor) -> Tensor:
     value of each 32, scale and smallest value in float16. The gradient passes as if nothing had been rounded."""
     with torch.no_grad():
         b = w.float().unflatten(-1, (-1, QUANT_BLOCK))
-        low, high = b.amin(-1, keepdim=True), b.amax(-1, keepdim=True)
-        scale, low = ((high - low) / 15).half().float(), low.half().float()
+        low = b.amin(-1, keepdim=True)
+        high = b.amax(-1, keepdim=True)
+        scale = ((high - low) / 15).half().float()
+        low = low.half().float()
         inverse = torch.where(scale > 0, 1 / scale.clamp_min(1e-12), 0.0)
         rounded = ((b - low) * inverse).round_().clamp_(0, 15).mul_(scale).add_(low).flatten(-2)
         change = rounded - w

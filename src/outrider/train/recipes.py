@@ -55,7 +55,8 @@ def read_recipe(name: str) -> Recipe:
         raise OutriderError(f"--recipe {name}: holds no settings and no [[phase]] tables")
     phases = []
     for number, table in enumerate(tables, 1):
-        title, minutes = str(table.pop("name", number)), table.pop("minutes", None)
+        title = str(table.pop("name", number))
+        minutes = table.pop("minutes", None)
         good = isinstance(minutes, int | float) and minutes > 0
         require(good, f"--recipe {name}: phase {number} needs 'minutes', a number above 0")
         phases.append(Phase(title, float(minutes), table))
@@ -69,7 +70,8 @@ def train_recipe(
     config = config.with_values(recipe.values, f"--recipe {recipe.name}", keep)
     if not recipe.phases:
         return train(config, say, progress)
-    out, folders = config.out, [config.out / f"{number}-{p.name}" for number, p in enumerate(recipe.phases, 1)]
+    out = config.out
+    folders = [config.out / f"{number}-{p.name}" for number, p in enumerate(recipe.phases, 1)]
     foreign = (out / "drafter").exists() and not (folders[0] / "run.json").exists()
     if foreign or (out / "run.json").exists():
         raise OutriderError(f"--out {out}: holds a drafter that this recipe did not make: choose another --out")
@@ -91,7 +93,8 @@ def train_recipe(
 
 def publish(out: Path, folders: list[Path], result: Row) -> None:
     """OUT/drafter: the last phase's files, with the provenance, logs and card of all phases so far."""
-    made, to = folders[-1] / "drafter", out / "drafter"
+    made = folders[-1] / "drafter"
+    to = out / "drafter"
     if not (made / "model.safetensors").exists():
         return
     shutil.copytree(made, to, dirs_exist_ok=True)

@@ -64,7 +64,10 @@ class TrainRun:
     """One invocation of the command."""
 
     def __init__(self, job: TrainConfig, budget: Budget, stop: Stop, say: Say, progress: Progress | None):
-        self.job, self.budget, self.stop, self.say = job, budget, stop, say
+        self.job = job
+        self.budget = budget
+        self.stop = stop
+        self.say = say
         self.counts = False  # a run that was refused has spent nothing
         self.shown: Progress = progress or (lambda *_: None)
         self.noted = budget.spent  # seconds, when they were last written down
@@ -101,16 +104,19 @@ class TrainRun:
         out = np.isin(whole.index, prompts.index[self.held(prompts)])
         advice = "more prompts, more time, or a smaller heldout"
         require(not out.all(), f"every answer belongs to a held-out prompt: {advice}")
-        data, aside = whole.select(~out), whole.select(out)
+        data = whole.select(~out)
+        aside = whole.select(out)
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
 
     def check_folder(self, known: Described) -> None:
         """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
         way; reports those that changed."""
-        out, now = self.job.out, self.job.identity()
+        out = self.job.out
+        now = self.job.identity()
         begun = read_json(out / "run.json")
-        before, why = begun.get("settings", {}), ""
+        before = begun.get("settings", {})
+        why = ""
         changed = {k: f"{k} {before[k]} -> {v}" for k, v in now.items() if before.get(k, v) != v}
         fixed = [line for name, line in changed.items() if name not in CHANGEABLE]
         if not begun and any((out / name).exists() for name in ("prompts.npz", "checkpoint.pt", "drafter")):
@@ -131,7 +137,8 @@ class TrainRun:
         return answers.heldout_prompts(prompts, self.job.heldout, read_json(self.job.out / "prompts.json").get("lines"))
 
     def prompts(self, known: Described) -> Sequences:
-        job, kept = self.job, self.job.out / "prompts.npz"
+        job = self.job
+        kept = self.job.out / "prompts.npz"
         files = {"data": job.data, "eval_data": job.eval_data}
         room = known.config.max_context
         most = min(job.max_prompt, room - job.max_new)
@@ -139,7 +146,8 @@ class TrainRun:
         before = read_json(job.out / "prompts.json") if kept.exists() else {}
         if before:
             for name, path in files.items():  # a resumed run has its prompts already; their file may be gone
-                was, option = before.get(f"{name}_sha256"), "--" + name.replace("_", "-")
+                was = before.get(f"{name}_sha256")
+                option = "--" + name.replace("_", "-")
                 now = None if path is None else file_hash(path) if path.is_file() else was or "gone"
                 begun = f"{job.out}: this run was begun with other prompts ({before.get(name, f'without {option}')})"
                 require(now == was, f"{begun}: give the same {option}, or another --out")
@@ -158,7 +166,8 @@ class TrainRun:
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
-        job, kept = self.job, self.job.out / "data.npz"
+        job = self.job
+        kept = self.job.out / "data.npz"
         if not kept.exists():
             self.answer(known, prompts)
             if self.stop.asked:
@@ -171,8 +180,11 @@ class TrainRun:
 
     def answer(self, known: Described, prompts: Sequences) -> None:
         """The target's answers into a file."""
-        job, tasks, path = self.job, self.tasks(prompts), self.job.out / "answers.jsonl"
-        longest, told = int(prompts.lengths.max()) + job.max_new, ""
+        job = self.job
+        tasks = self.tasks(prompts)
+        path = self.job.out / "answers.jsonl"
+        longest = int(prompts.lengths.max()) + job.max_new
+        told = ""
 
         def report(done: int, count: int, tokens: int, seconds: float) -> None:
             nonlocal told
@@ -230,7 +242,8 @@ class TrainRun:
                 net.config = replace(net.config, weight_bits=4)
             if job.cluster_top is not None and net.config.clusters:
                 net.config = replace(net.config, cluster_top=job.cluster_top)
-        cost, unit = drafter_size(net.config), "pass" if job.kind == "dflash" else "step"
+        cost = drafter_size(net.config)
+        unit = "pass" if job.kind == "dflash" else "step"
         share = f"{cost.step / model_size(target.config).active:.1%} of a target step"
         head = f"{cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
         self.say(f"a draft {unit} reads {cost.step / 1e6:.2f} M weights ({share}), {head}")
@@ -258,7 +271,8 @@ class TrainRun:
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         self.progress("evaluating", 0, 1, "")
         result = finish.finish(trainer, target.hash, aside, self.halted)
-        step, made = trainer.progress.step, job.out / "drafter"
+        step = trainer.progress.step
+        made = job.out / "drafter"
         if self.stop.asked:
             self.say(f"stopped at step {step}; {made} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
@@ -285,7 +299,8 @@ class TrainRun:
             return forecast.Sizes(**read_json(path))
 
     def start(self, target: TrainTarget, data: Sequences, anchors: int) -> TrainNet:
-        job, model = self.job, target.model
+        job = self.job
+        model = target.model
         if job.init is not None:
             warm = load_net(job.init, target, job.seed)
             new = job.recluster and warm.config.clusters and not (job.out / "checkpoint.pt").exists()
@@ -318,7 +333,9 @@ class TrainRun:
         evaluation they stay the same: scores of others could not be compared with it."""
         if not len(aside):
             return aside, forecast.EXPORT_SECONDS
-        path, count, token = self.job.out / "judged.json", len(aside), 0.0
+        path = self.job.out / "judged.json"
+        count = len(aside)
+        token = 0.0
         if self.job.minutes is not None:
             few = 1
             if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
@@ -342,7 +359,8 @@ class TrainRun:
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
     """Indices of `count` answers, spread over all, greedy and sampled ones in their original proportion (a prompt has
     one of each, side by side: every other answer would be of one kind)."""
-    by_kind, count = np.argsort(~greedy, kind="stable"), min(count, len(greedy))
+    by_kind = np.argsort(~greedy, kind="stable")
+    count = min(count, len(greedy))
     return np.sort(by_kind[(np.arange(count) * (len(greedy) / count)).astype(np.int64)])
 
 

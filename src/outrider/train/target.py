@@ -55,7 +55,8 @@ class TrainTarget:
 
 def describe(name: str, adapter: str | None = None) -> Described:
     files = hub.resolve(name)
-    config, hash = model_config(files), fingerprint(files)
+    config = model_config(files)
+    hash = fingerprint(files)
     if adapter is not None:
         hash = adapted_hash(hash, read_adapter(adapter, config).digest())
     return Described(name, files, config, text_files(files), hash, adapter)
@@ -74,7 +75,8 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype) -> Train
 def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelConfig) -> None:
     """The adapter's changes become part of the dense weights, summed in float32."""
     for name, plan in tensor_plan(config).items():
-        row, dense = 0, weights.get(name)
+        row = 0
+        dense = weights.get(name)
         for source, (rows, *_) in zip(plan.sources, plan.source_shapes):
             if source in file.updates:
                 own = as_tensor(dense)[row : row + rows]  # type: ignore[arg-type]
@@ -84,7 +86,9 @@ def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelC
 
 def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, max_tokens: int, chat: bool = True) -> Sequences:
     """Prompts through the chat template as token sequences; over-long prompts are left out."""
-    tokenizer, rows, index = Tokenizer(text), [], []
+    tokenizer = Tokenizer(text)
+    rows = []
+    index = []
     template = chat and tokenizer.has_chat_template
     for i, prompt in enumerate(prompts):
         said = [{"role": "user", "content": prompt.text}]
@@ -130,7 +134,8 @@ class DenseOps(ReferenceOps):
         kv.values[spec.kv_layer] = v.reshape(shape).transpose(1, 2)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: DenseKV) -> Tensor:  # type: ignore[override]
-        k, v = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        k = kv.keys[spec.kv_layer]
+        v = kv.values[spec.kv_layer]
         qs = q.view(kv.batch, -1, spec.heads, spec.head_dim).transpose(1, 2)
         out = causal_attention(qs, spread_heads(k, spec.heads), spread_heads(v, spec.heads), spec.scale, spec.window)
         return out.transpose(1, 2).reshape(q.shape)
@@ -143,7 +148,8 @@ def spread_heads(x: Tensor, heads: int) -> Tensor:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
     """q [B, heads, Tq, D]: the last Tq of T; k, v [B, heads, T, D]. Query i sees keys <= i (in the window)."""
-    ends, length = q.shape[2], k.shape[2]
+    ends = q.shape[2]
+    length = k.shape[2]
     if window is not None and length > window:
         i = torch.arange(length - ends, length, device=q.device)[:, None]
         j = torch.arange(length, device=q.device)[None, :]
@@ -176,14 +182,19 @@ class Recorder:
     the outputs do not depend on the batch; only the layers that the drafter reads are kept."""
 
     def __init__(self, model: TextModel, data: Sequences, reads: Layers, taps: Layers, keep: bool = False):
-        self.model, self.data, self.reads, self.taps, self.keep = model, data, reads, taps, keep
+        self.model = model
+        self.data = data
+        self.reads = reads
+        self.taps = taps
+        self.keep = keep
         self.kept: dict[int, CapturedStates] = {}  # by sequence, a batch of one
         self.ranked: dict[int, Tensor] = {}  # by sequence: int32 [judged positions, LIKELY] the likeliest tokens
 
     def take(self, batch: TrainBatch) -> CapturedStates:
         if not self.keep:
             return capture(self.model, batch.ids, self.taps)
-        rows, width = [self._shown(int(i)) for i in batch.which], batch.ids.shape[1]
+        rows = [self._shown(int(i)) for i in batch.which]
+        width = batch.ids.shape[1]
 
         def joined(parts: list[Tensor]) -> Tensor:  # [1, (kv_heads,) T, D] each, padded with zeros to the batch's width
             return torch.cat([F.pad(p, (0, 0, 0, width - p.shape[-2])) for p in parts])

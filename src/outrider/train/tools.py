@@ -33,12 +33,14 @@ from .trainer import Row
 def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter: str = "none") -> Sequences:
     """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without
     it. Each has its prompt's line as its seed."""
-    config, max_new = known.config, asked.max_tokens
+    config = known.config
+    max_new = asked.max_tokens
     most = max(1, config.max_context - max_new)
     encoded = encode(prompts, known.text, config.vocab_size, max_tokens=most, chat=not asked.raw)
     tasks = [Task(i, 0, asked.temperature, int(encoded.index[i])) for i in range(len(encoded))]
     many, helper = (GPU_SLOTS, "none") if asked.device.startswith("cuda") else (CPU_SLOTS, drafter)
-    slots, longest = min(many, len(encoded)), int(encoded.lengths.max()) + max_new
+    slots = min(many, len(encoded))
+    longest = int(encoded.lengths.max()) + max_new
     with answering_engine(known, asked.device, getattr(torch, asked.dtype), slots, longest, helper) as engine:
         made = list(answer_tasks(engine, encoded, tasks, max_new))
     return as_sequences(encoded, made, config.vocab_size)
@@ -46,10 +48,12 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter:
 
 def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = False, say: Say = print) -> Row:
     """card: write the drafter's acceptance profile into its folder."""
-    every, limit = read_prompts(asked.prompts), asked.limit
+    every = read_prompts(asked.prompts)
+    limit = asked.limit
     require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
     count = min(limit or len(every), len(every))  # evenly over the file: many are sorted by category
-    listed, known = [every[int(i * len(every) / count)] for i in range(count)], describe(model)
+    listed = [every[int(i * len(every) / count)] for i in range(count)]
+    known = describe(model)
     drafter_config(drafter, known.config)  # refused before long work
     began = time.perf_counter()
     data = answers(known, listed, asked, drafter)

@@ -38,7 +38,8 @@ from .net import HEADS, TrainNet
 from .target import Recorder
 
 Row = Json  # of the log
-GRAD_CLIP, WEIGHT_DECAY = 1.0, 0.01
+GRAD_CLIP = 1.0
+WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,16 @@ class Trainer:
         sizes: Sizes = Sizes(GPU_ANCHORS, 0, False),
         hooks: Hooks = Hooks(),
     ):
-        self.model, self.net, self.data, self.config, self.sizes, self.hooks = model, net, data, config, sizes, hooks
+        self.model = model
+        self.net = net
+        self.data = data
+        self.config = config
+        self.sizes = sizes
+        self.hooks = hooks
         # train this long instead of config.steps; the learning rate then follows the clock
         self.minutes: float | None = None
-        self.device, self.dtype = model.device, model.dtype
+        self.device = model.device
+        self.dtype = model.dtype
         self.target = Recorder(model, data, net.reads, net.taps, sizes.keep)
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
@@ -87,27 +94,37 @@ class Trainer:
     # ---- one batch -------------------------------------------------------------------------------------------------
     def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
-        s, model, net = self.config, self.model, self.net
+        s = self.config
+        model = self.model
+        net = self.net
         w = net.cast(self.dtype, self.bits)
         of = cluster_of(w["token_ordering"], net.config.clusters) if net.config.clusters else None
         seen = self.target.take(batch)
-        scored, said = Scored(), batch.ids[:, batch.first :].reshape(-1)
+        scored = Scored()
+        said = batch.ids[:, batch.first :].reshape(-1)
         if self.sizes.scored:
             likely = self.target.likely(batch, seen)
             scored = Scored.choose(likely, said, self.sizes.scored, net.config.vocab_size, (s.seed, self.progress.step))
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
-        total, weights, stats = torch.zeros((), device=self.device), 0.0, []
+        total = torch.zeros((), device=self.device)
+        weights = 0.0
+        stats = []
         chance = torch.ones(said.numel(), device=self.device)  # that the steps so far were accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
-            rows, target, decay = batch.anchors[j - 1], batch.targets[j - 1], s.step_decay ** (j - 1)
+            rows = batch.anchors[j - 1]
+            target = batch.targets[j - 1]
+            decay = s.step_decay ** (j - 1)
             weight = decay * (1.0 - s.survival_weight + s.survival_weight * chance[rows])
             scale = None  # how many rows each of them represents
-            whole, weights = rows, weights + decay * rows.numel()
+            whole = rows
+            weights = weights + decay * rows.numel()
             if s.loss_row_share < 1.0 and j > 1 and rows.numel():
                 luck = np.random.default_rng((s.seed, self.progress.step, j)).random()
                 some, scale = drawn(weight, math.ceil(s.loss_row_share ** (j - 1) * rows.numel()), luck)
-                rows, target, weight = rows[some], target[some], weight[some] * scale
+                rows = rows[some]
+                target = target[some]
+                weight = weight[some] * scale
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             line, at = batch.where(rows)
             mix = self.mixes[batch.greedy[line]]
@@ -127,14 +144,18 @@ class Trainer:
 
     def batches(self) -> Iterator[tuple[TrainBatch, int, int]]:
         """Batches from the current progress on, with the epoch and the batches taken after each."""
-        s, epoch, taken = self.config, self.progress.epoch, self.progress.taken
+        s = self.config
+        epoch = self.progress.epoch
+        taken = self.progress.taken
         while True:
             plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
             while taken < len(plan):
-                which, taken = plan[taken], taken + 1
+                which = plan[taken]
+                taken = taken + 1
                 drawn = (s.seed, epoch, taken)
                 yield make_batch(self.data, which, s.unroll, share=s.anchor_share or 1.0, seed=drawn), epoch, taken
-            epoch, taken = epoch + 1, 0
+            epoch = epoch + 1
+            taken = 0
 
     def share(self, passed: float) -> float:
         """The completed share of the run."""
@@ -151,7 +172,8 @@ class Trainer:
     def run(self) -> None:
         """Until the steps or minutes are done or a stop is requested. Saves as it goes, always after a report, which
         refuses a loss that is no number, and at the end."""
-        s, p = self.config, self.progress
+        s = self.config
+        p = self.progress
         began = time.perf_counter() - p.seconds
         told = saved = time.perf_counter()
         results: list[tuple[Tensor, Tensor]] = []  # since the last report
@@ -166,7 +188,8 @@ class Trainer:
             loss, stat = self.loss(batch.to(self.device))
             loss.backward()
             results.append((loss.detach(), stat))
-            p.epoch, p.taken = epoch, taken
+            p.epoch = epoch
+            p.taken = taken
             self.update(lr)
             p.step += 1
             p.seconds = time.perf_counter() - began
@@ -174,7 +197,8 @@ class Trainer:
             due = time.perf_counter() - saved >= 60 * s.save_minutes
             if p.step % s.log_every == 0 or p.step == 1 or due:
                 self.report(results, time.perf_counter() - told, lr)
-                results, told = [], time.perf_counter()
+                results = []
+                told = time.perf_counter()
             if due:
                 self.save()
                 saved = time.perf_counter()
@@ -197,7 +221,9 @@ class Trainer:
     def report(self, results: list[tuple[Tensor, Tensor]], seconds: float, lr: float) -> None:
         """results: of every batch in these seconds, as `loss` gives them."""
         losses, stats = (reduce(torch.add, each) for each in zip(*results))
-        value, p, seconds = float(losses / len(results)), self.progress, max(seconds, 1e-9)
+        value = float(losses / len(results))
+        p = self.progress
+        seconds = max(seconds, 1e-9)
         hits, alpha, rows = stats.cpu()
         hit, accepted = ([round(float(v), 4) for v in share / rows.clamp_min(1)] for share in (hits, alpha))
         advice = "stopped; the last checkpoint is good; try a smaller --lr"

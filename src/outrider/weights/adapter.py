@@ -35,7 +35,8 @@ from .safetensors import read_header, read_json, shard_names
 from .source import FLOATS, TensorEntry, tensor
 
 log = logging.getLogger("outrider")
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 ADAPTABLE = re.compile(r"(layers\.\d+\.(qkv|out|gate_up|down|ple_gate|ple_out))|ple_proj")
 MAX_RANK = 4096
@@ -91,7 +92,8 @@ def load_adapter(
 ) -> Adapter:
     """An adapter in the backend's layout, on its device; in host memory if the device has slots for adapters in use.
     bases: the weights that it changes, by canonical name; the backend may hold the adapter in as few bits."""
-    file, device = read_adapter(path, config), torch.device("cpu") if ops.capabilities.adapter_slots else device
+    file = read_adapter(path, config)
+    device = torch.device("cpu") if ops.capabilities.adapter_slots else device
     # 16-bit weights next to float32 activations keep the stored dtype
     halves = ops.capabilities.holds_halves and dtype == torch.float32
     out: dict[str, LowRank] = {}
@@ -103,7 +105,8 @@ def load_adapter(
         kept = kinds.pop() if halves and len(kinds) == 1 else dtype
         none = [LoraUpdate(torch.zeros(0, columns), torch.zeros(rows, 0), 0.0) for rows, columns in plan.source_shapes]
         every = [update or nothing for update, nothing in zip(found, none)]
-        a, b = torch.cat([u.a.to(kept) for u in every]), torch.block_diag(*[u.b.to(kept) for u in every])
+        a = torch.cat([u.a.to(kept) for u in every])
+        b = torch.block_diag(*[u.b.to(kept) for u in every])
         scale = torch.cat([torch.full((u.b.shape[0],), u.scale) for u in every])
         pieces = [(u.b.shape[0], u.b.shape[1]) for u in every]
         out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces, bases.get(canonical))
@@ -139,7 +142,9 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         if found is None:
             raise OutriderError(f"{folder}: tensor {key[:120]} is no LoRA matrix, which is not supported")
         pairs.setdefault(found[1], {})[found[2]] = (key, entry)
-    updates, sources, skipped = dict[str, LoraUpdate](), _sources(config), 0
+    updates = dict[str, LoraUpdate]()
+    sources = _sources(config)
+    skipped = 0
     for module, pair in pairs.items():
         source = normalise(module + ".weight")
         if ignored(source, config) and not source.startswith("lm_head."):
@@ -170,7 +175,8 @@ def _check_settings(where: Path, settings: ForeignDict) -> None:
 
 def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default: object) -> float:
     """The value of the first pattern that matches the module's name or its end at a dot."""
-    table, where = settings.get(key) or {}, folder / CONFIG
+    table = settings.get(key) or {}
+    where = folder / CONFIG
     if not isinstance(table, dict):
         raise OutriderError(f"{where}: {key} should be an object, got {str(table)[:40]}")
     try:
@@ -213,7 +219,8 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
     for key, entry in file.tensors.items():
         require(key.endswith((".lora_a", ".lora_b")), f"{path}: tensor {key} is no LoRA matrix, which is not supported")
         pairs.setdefault(key[:-7], {})[key[-1].upper()] = (key, entry)
-    updates, sources = dict[str, LoraUpdate](), _sources(config)
+    updates = dict[str, LoraUpdate]()
+    sources = _sources(config)
     for module, pair in pairs.items():
         source = normalise(hf_name(module, file.arch))
         a, b = _pair(path, pair, source, sources)
@@ -249,7 +256,8 @@ def _pair(
     where: Path, pair: Mapping[str, tuple[str, TensorEntry]], source: str, sources: Mapping[str, tuple[int, ...]]
 ) -> tuple[Tensor, Tensor]:
     """A [r, in] and B [out, r] of the base's tensor `source`."""
-    key, module = next(iter(pair.values()))[0], source.removesuffix(".weight")
+    key = next(iter(pair.values()))[0]
+    module = source.removesuffix(".weight")
     shape = sources.get(source, sources.get(module))
     if ".experts" in source or source.startswith(("lm_head.", "model.embed_tokens.")):
         shape = ()
@@ -284,7 +292,8 @@ def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> in
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutriderError(f"{out} exists and is not an empty folder: name a new one")
     file = read_adapter(adapter, model_config(files))
-    shards, left = shard_names(files.path) or [], set(file.updates)
+    shards = shard_names(files.path) or []
+    left = set(file.updates)
     require(bool(shards), f"{files.path} holds no safetensors file: there are no weights to merge into")
     what = f"cannot write the merged checkpoint to {out}"
     unwritten = (OSError, SafetensorError)
@@ -305,7 +314,8 @@ def _merge_shard(source: Path, to: Path, file: LoraFile) -> set[str]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    tensors, changed = {}, set[str]()
+    tensors = {}
+    changed = set[str]()
     with safe_open(source, framework="pt") as stored:
         metadata = stored.metadata() or {"format": "pt"}
         for name in stored.keys():  # noqa: SIM118  # not a mapping

@@ -150,7 +150,8 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
         with bad_input(UnicodeDecodeError, lambda error: f"{jinja} is not UTF-8: {error.reason}"):
             template = jinja.read_text(encoding="utf-8")
     both = {**text_part(config), **{k: v for k, v in config.items() if v is not None}}
-    eos, bos = both.get("eos_token_id"), both.get("bos_token_id")
+    eos = both.get("eos_token_id")
+    bos = both.get("bos_token_id")
     return TextFiles(
         where=str(folder),
         build=build if path.is_file() else None,

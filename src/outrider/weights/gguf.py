@@ -18,7 +18,8 @@ from ..types import OutriderError
 from .source import ITEM_BYTES, Mapped, TensorEntry
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 Value = bool | int | float | str | list[str] | np.ndarray  # of a key
 TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
@@ -48,7 +49,8 @@ def read(path: Path) -> GGUF:
 
 class _Reader:
     def __init__(self, file: Mapped) -> None:
-        self.file, self.at = file, 0
+        self.file = file
+        self.at = 0
         self.view = memoryview(file.data)  # type: ignore[arg-type]
 
     def bad(self, what: str) -> OutriderError:
@@ -76,7 +78,10 @@ class _Reader:
 
     def strings(self, count: int, key: str) -> list[str]:
         """One tight loop: a vocabulary has hundreds of thousands of strings."""
-        view, at, size, length = self.view, self.at, self.file.size, struct.Struct("<Q").unpack_from
+        view = self.view
+        at = self.at
+        size = self.file.size
+        length = struct.Struct("<Q").unpack_from
         out = []
         for _ in range(count):
             end = at + 8 + length(view, at)[0]
@@ -119,7 +124,8 @@ class _Reader:
         version = self.number("<I")
         if version not in (2, 3):
             raise OutriderError(f"{self.file.path}: GGUF version {version} is not supported (little-endian 2, 3 are)")
-        tensors, keys = self.count(24, "the tensor list"), self.count(13, "the metadata")
+        tensors = self.count(24, "the tensor list")
+        keys = self.count(13, "the metadata")
         meta: dict[str, Value] = {}
         for _ in range(keys):
             key = self.name("a key")
@@ -146,7 +152,8 @@ class _Reader:
         if not 1 <= dims <= 4:
             raise self.bad(f"tensor {name!r} has {dims} dimensions")
         shape = tuple(self.number("<Q") for _ in range(dims))[::-1]
-        code, offset = self.number("<I"), self.number("<Q")
+        code = self.number("<I")
+        offset = self.number("<Q")
         if code not in TENSOR_TYPES:
             known = ", ".join(k for k in TENSOR_TYPES.values() if k[0] != "I")
             raise OutriderError(f"{self.file.path}: tensor {name!r} has the unsupported type {code} (known: {known})")

@@ -79,11 +79,14 @@ WHOLE = {  # names with another ending
 
 def hf_name(name: str, arch: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
-    prefix, stems, rest = "", TOP, name
+    prefix = ""
+    stems = TOP
+    rest = name
     if name.startswith("blk."):
         _, index, rest = (name.split(".", 2) + ["", ""])[:3]
         norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
-        prefix, stems = f"model.layers.{index}.", LAYER | {"ffn_norm": norm}
+        prefix = f"model.layers.{index}."
+        stems = LAYER | {"ffn_norm": norm}
     stem, _, tail = rest.rpartition(".")
     if rest in WHOLE:
         return prefix + WHOLE[rest]
@@ -114,7 +117,8 @@ class _Meta:
     """Typed reads of `arch.key`, with errors that name the key."""
 
     def __init__(self, file: GGUF) -> None:
-        self.file, self.arch = file, file.arch
+        self.file = file
+        self.arch = file.arch
 
     def get(self, key: str) -> Value | None:
         return self.file.meta.get(f"{self.arch}.{key}")
@@ -167,9 +171,12 @@ def hf_config(file: GGUF) -> ForeignDict:
         return _block(file)
     if file.arch not in ARCHITECTURES:
         raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported: supported are {FAMILIES}")
-    meta, tensors = _Meta(file), file.tensors
-    config, embedding = meta.base(), tensors.get("token_embd.weight")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    meta = _Meta(file)
+    tensors = file.tensors
+    config = meta.base()
+    embedding = tensors.get("token_embd.weight")
+    layers = config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
     if not 1 <= layers <= 1000 or not heads or embedding is None or len(embedding.shape) != 2:
         raise OutriderError(f"{file.path}: no layers, no heads or no token_embd.weight: is this a language model?")
     config |= {
@@ -189,7 +196,8 @@ def hf_config(file: GGUF) -> ForeignDict:
 def _assistant(file: GGUF, text: ForeignDict) -> ForeignDict:
     """The target's width is that of the drafter's output; a drafter with centroids has a clustered head."""
     named = {hf_name(name, file.arch): entry for name, entry in file.tensors.items()}
-    post, centroids = named.get("post_projection.weight"), named.get("masked_embedding.centroids.weight")
+    post = named.get("post_projection.weight")
+    centroids = named.get("masked_embedding.centroids.weight")
     if post is None:
         raise OutriderError(f"{file.path}: nextn.post_projection.weight is missing: is this a Gemma 4 drafter?")
     clusters = {} if centroids is None else {"use_ordered_embeddings": True, "num_centroids": centroids.shape[0]}
@@ -200,7 +208,8 @@ def _assistant(file: GGUF, text: ForeignDict) -> ForeignDict:
 
 def _block(file: GGUF) -> ForeignDict:
     """A block drafter's config in z-lab's or EAGLE-3's layout. GGUF's taps name the layer whose input they are."""
-    meta, tensors = _Meta(file), file.tensors
+    meta = _Meta(file)
+    tensors = file.tensors
     config = meta.base()
     layers, heads, hidden = (config[key] for key in NUMBERS)
     words = file.meta.get("tokenizer.ggml.tokens")
@@ -231,7 +240,8 @@ def _block(file: GGUF) -> ForeignDict:
     if "sliding_window" in config:
         every = meta.get("attention.sliding_window_pattern") is None
         config["layer_types"] = ["sliding_attention"] * layers if every else _layer_types(meta, layers)
-    markov, sure = tensors.get("markov_w1.weight"), tensors.get("conf_proj.weight")
+    markov = tensors.get("markov_w1.weight")
+    sure = tensors.get("conf_proj.weight")
     if markov is not None:
         nested |= {
             "markov_rank": markov.shape[-1],
@@ -284,7 +294,10 @@ def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> ForeignDict:
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
         raise OutriderError(f"{meta.file.path}: rope_freqs.weight should be F32 [{head_dim // 2}]")
     stored = entry.data().view("<f4")[0].astype(np.float64)
-    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    factor = float(stored.max())
+    low = 1.0
+    high = 4.0
+    original = 8192
     wave = 2 * np.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wave - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1 - smooth) / factor + smooth)

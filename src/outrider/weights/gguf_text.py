@@ -17,7 +17,11 @@ from .gguf_config import eos_ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models
 
-NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # token types (2: unknown, 6: a byte)
+# token types (2: unknown, 6: a byte)
+NORMAL = 1
+CONTROL = 3
+USER = 4
+UNUSED = 5
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2's own pattern
@@ -36,13 +40,15 @@ log = logging.getLogger("outrider")
 def text_files(file: GGUF) -> TextFiles:
     meta = file.meta
     tokens = meta.get("tokenizer.ggml.tokens")
-    family, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    family = meta.get("tokenizer.ggml.model")
+    pre = meta.get("tokenizer.ggml.pre")
     specials = {}
     for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
         index = meta.get(f"tokenizer.ggml.{key}_token_id")
         if type(index) is int and isinstance(tokens, list) and index < len(tokens):
             specials[name] = tokens[index]
-    template, bos = meta.get("tokenizer.chat_template"), meta.get("tokenizer.ggml.bos_token_id")
+    template = meta.get("tokenizer.chat_template")
+    bos = meta.get("tokenizer.ggml.bos_token_id")
     add_bos = meta.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:  # the format's defaults
         add_bos = family in ("llama", "gemma4") or pre == "llama-bpe"
@@ -62,7 +68,8 @@ def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -
     """The recommended sampling parameters by our names. Values that make no sense are dropped with a warning."""
     found: dict[str, float] = {}
     for name, key in names.items():
-        value, (low, high) = given.get(key), RANGES[name]
+        value = given.get(key)
+        low, high = RANGES[name]
         if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
             found[name] = int(value) if name == "top_k" else value
         elif value is not None:
@@ -144,7 +151,8 @@ def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tup
     for piece, index in vocab.items():
         score = -float(scores[index])
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+            left = piece[:cut]
+            right = piece[cut:]
             a = vocab.get(left)
             if a is not None:
                 b = vocab.get(right)

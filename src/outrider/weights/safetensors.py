@@ -12,7 +12,8 @@ from ..types import OutriderError, require
 from .source import ITEM_BYTES, Mapped, TensorEntry, TensorSource
 
 MAX_HEADER = 100_000_000  # the format's own limit
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 VOLATILE = ("transformers_version", "architectures", "torch_dtype", "dtype")  # config keys that do not change the model
 
 
@@ -81,14 +82,17 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise bad("its header is not JSON") from None
     if not isinstance(header, dict):
         raise bad("its header is not a JSON object")
-    base, entries = 8 + length, {}
+    base = 8 + length
+    entries = {}
     room = file.size - base
     for name, info in header.items():
         if name == "__metadata__":
             continue
         if not isinstance(info, dict):
             raise bad(f"the entry of {name[:80]!r} is malformed")
-        kind, shape, span = info.get("dtype"), _naturals(info.get("shape")), _naturals(info.get("data_offsets"))
+        kind = info.get("dtype")
+        shape = _naturals(info.get("shape"))
+        span = _naturals(info.get("data_offsets"))
         if not isinstance(kind, str) or shape is None or span is None or len(span) != 2:
             raise bad(f"the entry of {name[:80]!r} is malformed")
         start, end = span

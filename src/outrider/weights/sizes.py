@@ -31,7 +31,8 @@ class Layout:
     def nbytes(self, n: int, k: int) -> int:
         """Rows are padded to 64, columns to whole chunks; scales come in pairs."""
         columns = (8 if self.bits < 8 else 4) * (16 if self.group == 16 else 32)
-        rows, chunks = -(-n // 64) * 64, -(-k // columns)
+        rows = -(-n // 64) * 64
+        chunks = -(-k // columns)
         group = columns if self.group == 0 and self.has_zero_point else min(self.group, columns)
         numbers = 0 if group == 0 else -(-columns // group // 2) * 2 * chunks * (1 + self.has_zero_point)
         return rows * (chunks * columns * self.bits // 8 + 2 * numbers + (4 if numbers == 0 else 0))
@@ -76,9 +77,13 @@ def item_bytes(config: Mapping[str, object]) -> float:
 
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
     """quantize: the format to which dense matrices are quantised when they are loaded on a GPU."""
-    how, item = recipe(files.config, files.name), item_bytes(files.config)
+    how = recipe(files.config, files.name)
+    item = item_bytes(files.config)
     entries: Mapping[str, TensorEntry] = open_source(files).entries if files.gguf is not None else {}
-    total, token, parameters, gpu = 0.0, 0.0, 0, 0.0
+    total = 0.0
+    token = 0.0
+    parameters = 0
+    gpu = 0.0
     formats: dict[str, float] = {}
     for name, plan in tensor_plan(config, entries).items():
         if plan.role == "index":
@@ -87,12 +92,16 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             stored = how(source.removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
             entry = entries.get(source)
             if entry is not None:
-                size, kind = float(entry.nbytes), entry.kind
+                size = float(entry.nbytes)
+                kind = entry.kind
             elif stored is not None:
-                size, kind = float(stored.format.nbytes(shape)), stored.format.name
+                size = float(stored.format.nbytes(shape))
+                kind = stored.format.name
             else:
-                size, kind = prod(shape) * item, "dense"
-            total, parameters = total + size, parameters + prod(shape)
+                size = prod(shape) * item
+                kind = "dense"
+            total = total + size
+            parameters = parameters + prod(shape)
             formats[kind] = formats.get(kind, 0.0) + size
             token += size * share(name, plan, config)
             whole = shape  # the shape that is padded to 64 rows
@@ -100,7 +109,9 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             if quantize is not None and roundable(config, name, plan):
                 if stored is not None or kind in BLOCKS:
                     raise already_quantised(files, kind)
-                whole, made = plan.shape, rounded_to(quantize, plan.shape)  # fused parts are rounded as one
+                # fused parts are rounded as one
+                whole = plan.shape
+                made = rounded_to(quantize, plan.shape)
                 layout = None if made is None else layout_of(made)
             if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):
                 gpu += layout.nbytes(prod(whole[:-1]), whole[-1]) * prod(shape) / prod(whole)

@@ -144,7 +144,8 @@ def find(
     source: TensorSource, recipe: QuantScheme | None, name: str, shape: tuple[int, ...], role: Role
 ) -> SourceTensor | None:
     """Finds a source tensor of the plan; None: it is missing. Errors name what a tensor or a quantised matrix lacks."""
-    entry, scheme = source.entries.get(name), recipe if role in ("matrix", "embedding") else None
+    entry = source.entries.get(name)
+    scheme = recipe if role in ("matrix", "embedding") else None
     found = None
     if scheme is not None and (entry is None or entry.kind not in (*FLOATS, *BLOCKS)):
         found = _matrix(source, scheme, name.removesuffix(".weight"), shape)

@@ -88,7 +88,8 @@ def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable
         path = companion(files.path, "mmproj")
         assert path is not None, "it was there when the configuration was read"
         return str(path), read_mmproj(read(path), config)
-    source, wanted = open_source(files), config.tensors()
+    source = open_source(files)
+    wanted = config.tensors()
     stored: dict[str, Callable[[], Tensor]] = {}
     for full, entry in source.entries.items():
         name = full.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -112,7 +113,8 @@ def has_vision(files: Files) -> bool:
 def _dummy(
     wanted: dict[str, tuple[int, ...]], device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> dict[str, Tensor]:
-    made, generator = {}, torch.Generator(device=device)
+    made = {}
+    generator = torch.Generator(device=device)
     for i, (name, shape) in enumerate(wanted.items()):
         generator.manual_seed(seed * 1_000_003 + i)
         weight = torch.empty(shape, dtype=dtype, device=device)
@@ -150,14 +152,16 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
     if spelled[0] not in known or spelled[2] not in known:
         raise OutriderError(f"{file.path}: the model's vocabulary has no {spelled[0]}, so no text can place an image")
     boi, image, eoi = (known.get(token, len(known) + (1 << 30)) for token in spelled)
-    patch, positions = mmproj_shape(file, "v.patch_embd.weight"), mmproj_shape(file, "v.position_embd.weight")
+    patch = mmproj_shape(file, "v.patch_embd.weight")
+    positions = mmproj_shape(file, "v.position_embd.weight")
     layers = sum(name.endswith(".ln1.weight") for name in file.tensors)
     heads = mmproj_number(file, "attention.head_count", 1.0)
     eps = mmproj_number(file, "attention.layer_norm_epsilon", 1e-6)
     vision: ForeignDict = {"hidden_size": patch[0], "num_hidden_layers": layers, "num_attention_heads": int(heads)}
     ids = {"boi_token_id": boi, "image_token_id": image, "eoi_token_id": eoi}
     if kind == "gemma3":
-        across, scale = isqrt(positions[0]), int(mmproj_number(file, "projector.scale_factor", 4))
+        across = isqrt(positions[0])
+        scale = int(mmproj_number(file, "projector.scale_factor", 4))
         wide = mmproj_shape(file, "v.blk.0.ffn_up.weight")  # its rows or its columns: older files have them swapped
         vision |= {"image_size": across * patch[-1], "patch_size": patch[-1], "layer_norm_eps": eps}
         vision |= {"intermediate_size": next((n for n in wide if n != patch[0]), patch[0])}
@@ -165,7 +169,8 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
         found = {"model_type": "gemma3", "text_config": dict(text), "vision_config": vision, **indices}
         return found | {"mm_tokens_per_image": (across // max(1, scale)) ** 2}
     pool = {"pooling_kernel_size": int(mmproj_number(file, "projector.scale_factor", 3))}
-    body, model_type = dict(text), "gemma4_unified" if kind == "gemma4uv" else "gemma4"
+    body = dict(text)
+    model_type = "gemma4_unified" if kind == "gemma4uv" else "gemma4"
     if not text.get("hidden_size_per_layer_input"):  # no key has it; only E2B and E4B are causal
         body["use_bidirectional_attention"] = "vision"
     if kind == "gemma4uv":

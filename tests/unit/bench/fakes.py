@@ -32,7 +32,10 @@ class FakeEngine:
     """Answers a request in one step: the prompt's ids, cut to max_tokens; a drafted answer takes `ms` a token less."""
 
     def __init__(self, ms, wrong=False):
-        self.ms, self.wrong, self.waiting, self.runs = ms, wrong, [], 0
+        self.ms = ms
+        self.wrong = wrong
+        self.waiting = []
+        self.runs = 0
         self.metrics = type("M", (), {"prefill_seconds": 0.0})()
 
     def submit(self, request):
@@ -51,7 +54,8 @@ class FakeEngine:
             stats = RequestStats(
                 new_tokens=len(tokens), first_emitted=1, ttft_s=0.01, decode_s=ms * 1e-3 * (len(tokens) - 1), cycles=4
             )
-            stats.drafted, stats.accepted = 4 * k, 2 * k
+            stats.drafted = 4 * k
+            stats.accepted = 2 * k
             stats.cycles_by_drafted[k], stats.cycles_by_accepted[k] = 4, 2
             events.append(FakeEvent(request.id, tokens, f"text {tokens}", "stop", stats))
         self.waiting = []
@@ -60,7 +64,8 @@ class FakeEngine:
 
 class FakeLLM:
     def __init__(self, ms=None, wrong=False):
-        self.engine, self._ids = FakeEngine(ms or {0: 10.0, 3: 5.0, 4: 8.0}, wrong), itertools.count()
+        self.engine = FakeEngine(ms or {0: 10.0, 3: 5.0, 4: 8.0}, wrong)
+        self._ids = itertools.count()
 
     def encode_chat(self, text):
         return [len(word) for word in text.split()] or [1]

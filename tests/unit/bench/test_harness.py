@@ -99,7 +99,8 @@ def test_intervals_hold_the_truth_and_widen_with_noise():
     def pair(ratio):
         return (report._Median(1.0, 100, ""), report._Median(1.0 / ratio, 100, ""))
 
-    narrow, wide = [pair(1.5 + 0.01 * (i % 3)) for i in range(30)], [pair(1.0 + 0.5 * (i % 3)) for i in range(30)]
+    narrow = [pair(1.5 + 0.01 * (i % 3)) for i in range(30)]
+    wide = [pair(1.0 + 0.5 * (i % 3)) for i in range(30)]
     for pairs in (narrow, wide):
         middle, low, high = report._interval(pairs)
         assert low <= middle <= high

@@ -73,7 +73,8 @@ def test_acceptance_as_people_write_it():
 
 
 def test_speculation_that_does_not_pay_says_why():
-    poor, good = Acceptance.parse("0.1"), Acceptance.parse("0.72")
+    poor = Acceptance.parse("0.1")
+    good = Acceptance.parse("0.72")
     assert predict(setup("26B-A4B"), Acceptance.parse("0.25"))["why"] and not predict(setup("31B"), good)["why"]
     found = predict(setup("31B"), Acceptance.parse("0.0"))
     assert found["best_k"] == 0 and found["speedup"] == 1.0
@@ -128,9 +129,13 @@ def test_without_a_drafter_nothing_is_promised():
 def test_a_machine_fitted_to_two_products_predicts_them():
     from outrider.bench.here import fitted
 
-    weights, size, one, many = 100_663_296, 0.5625, 4e-3, 9e-3
+    weights = 100_663_296
+    size = 0.5625
+    one = 4e-3
+    many = 9e-3
     on = fitted(one, many, 9, weights, size, 16.0)
-    moving, row = weights * size / (on.bandwidth * 1e9 * on.reach), 2.0 * weights / (on.rate * 1e12 * on.rate_reach)
+    moving = weights * size / (on.bandwidth * 1e9 * on.reach)
+    row = 2.0 * weights / (on.rate * 1e12 * on.rate_reach)
     assert moving + row == pytest.approx(one) and moving + 9 * row == pytest.approx(many)
     flat = fitted(4e-3, 3.9e-3, 9, weights, size, 16.0)  # a noisy moment: no free arithmetic, no negative time
     assert 0 < flat.rate < 1e3 and flat.bandwidth > 0
@@ -154,7 +159,9 @@ def test_images_cost_what_their_arithmetic_says() -> None:
     setup = Setup(ModelConfig.from_hf(raw), None, machine("h200"), 1, 1024, 2.0)
     costs = image_costs(vision, setup)
     assert [cost.tokens for cost in costs] == [70, 140, 280, 560, 1120]
-    patches, d, wide = 9 * 280, 768, 3072
+    patches = 9 * 280
+    d = 768
+    wide = 3072
     layer = 2 * patches * (4 * d * d + 3 * d * wide) + 4 * patches**2 * d
     whole = 16 * layer + 2 * patches * 768 * d + 2 * 280 * d * 1536
     assert costs[2].tower_tflop == pytest.approx(whole / 1e12)

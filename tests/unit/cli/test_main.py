@@ -81,7 +81,8 @@ def test_one_line_and_exit_code_2(
         "num_attention_heads": 4,
     }
     config |= {"vocab_size": 99, "rms_norm_eps": 1e-6}
-    odd, flat = config | {"num_hidden_layers": 1, "head_dim": "x"}, config | {"num_hidden_layers": 1, "hidden_size": 0}
+    odd = config | {"num_hidden_layers": 1, "head_dim": "x"}
+    flat = config | {"num_hidden_layers": 1, "hidden_size": 0}
     for name, made in (("EMPTY", config), ("ODD", odd), ("FLAT", flat)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(made))

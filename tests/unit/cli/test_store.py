@@ -19,7 +19,9 @@ Called = tuple[int, str, str]
 
 class Shell:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path):
-        self.patch, self.capsys, self.home = monkeypatch, capsys, home
+        self.patch = monkeypatch
+        self.capsys = capsys
+        self.home = home
 
     def __call__(self, *words: object) -> Called:
         self.patch.setattr("sys.argv", ["outrider", *map(str, words)])

@@ -18,7 +18,8 @@ from prompt_toolkit.output import DummyOutput
 
 from outrider.cli.terminal import is_open, keys_wait, read, session, unfenced
 
-PASTE, PASTED = "\x1b[200~", "\x1b[201~"
+PASTE = "\x1b[200~"
+PASTED = "\x1b[201~"
 
 
 @pytest.fixture

@@ -261,7 +261,8 @@ def test_metrics_are_each_replicas_and_their_sum() -> None:
 
 
 def test_counts_of_many_that_are_gone_become_one_sum() -> None:
-    totals, own = Totals(), CollectorRegistry()
+    totals = Totals()
+    own = CollectorRegistry()
     for i in range(MOST_GONE + 40):
         text = "# HELP outrider_steps_total x\n# TYPE outrider_steps_total counter\noutrider_steps_total 2.0\n"
         page = totals.text([Snapshot(f"r{i}", True, 0, text)], own).decode()

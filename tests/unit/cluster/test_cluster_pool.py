@@ -38,7 +38,9 @@ class Flaky:
     """A worker that lets others go first now and then, and dies by chance, or whenever it sees `poison`."""
 
     def __init__(self, rng: random.Random, dies: float, poison: str = "") -> None:
-        self._rng, self._dies, self._poison = rng, dies, poison
+        self._rng = rng
+        self._dies = dies
+        self._poison = poison
         self.dead = False
 
     async def __call__(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
@@ -54,7 +56,8 @@ class Makers:
     """What becomes of each worker that is made: None is lost while it loads; the last one goes for all that follow."""
 
     def __init__(self, *each: Flaky | None) -> None:
-        self._each, self.made = each, 0
+        self._each = each
+        self.made = 0
 
     async def __call__(self) -> Flaky:
         self.made += 1
@@ -96,7 +99,8 @@ def test_a_line_that_kills_gets_a_result_and_the_others_theirs(tmp_path: Path) -
 
 
 def test_it_goes_on_where_a_local_run_was_stopped(tmp_path: Path) -> None:
-    source, out = written(tmp_path, 30), tmp_path / "out.jsonl"
+    source = written(tmp_path, 30)
+    out = tmp_path / "out.jsonl"
     run(source, out, Makers(flaky(2)), workers=1, most=8)
     kept = out.read_text().splitlines()[:17]
     out.write_text("\n".join(kept) + '\n{"id": "torn')
@@ -122,7 +126,8 @@ def test_a_worker_lost_while_it_loads_blames_no_line(tmp_path: Path) -> None:
 
 
 def test_workers_that_are_all_lost_while_loading_end_the_run_and_results_stay(tmp_path: Path) -> None:
-    source, out = written(tmp_path, 12), tmp_path / "out.jsonl"
+    source = written(tmp_path, 12)
+    out = tmp_path / "out.jsonl"
     make = Makers(flaky(5, poison="p2"), None)
     with pytest.raises(OutriderError, match=f"{MOST_DEATHS} workers in a row were lost while loading"):
         run(source, out, make, workers=1, most=1)

@@ -13,7 +13,8 @@ def body(*texts: str, **more: object) -> bytes:
 
 def test_keys_are_those_of_the_beginning() -> None:
     long = "word " * 100
-    one, two = prefix_keys(body(long, "a question " * 20)), prefix_keys(body(long, "another one " * 20))
+    one = prefix_keys(body(long, "a question " * 20))
+    two = prefix_keys(body(long, "another one " * 20))
     assert one and one[:3] == two[:3] and one != two
     assert prefix_keys(body(long, model="a", max_tokens=3)) == prefix_keys(
         body(long, model="bb", max_tokens=400)

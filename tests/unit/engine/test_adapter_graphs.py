@@ -23,7 +23,8 @@ from outrider.ops.reference import ReferenceOps
 from outrider.types import SamplingParams
 from outrider.weights.adapter import load_adapter
 
-NAMES, RANKS = ("a", "b", "c", "d"), (4, 8, 3, 24)
+NAMES = ("a", "b", "c", "d")
+RANKS = (4, 8, 3, 24)
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
 
 
@@ -32,12 +33,10 @@ class SlottedOps(CpuOps):
 
     capabilities = replace(CpuOps.capabilities, adapter_slots=True, holds_halves=False)
 
-    adapted, compile, host_cycle, lowrank = (
-        ReferenceOps.adapted,
-        ReferenceOps.compile,
-        ReferenceOps.host_cycle,
-        ReferenceOps.lowrank,
-    )  # type: ignore[assignment]
+    adapted = ReferenceOps.adapted  # type: ignore[assignment]
+    compile = ReferenceOps.compile  # type: ignore[assignment]
+    host_cycle = ReferenceOps.host_cycle  # type: ignore[assignment]
+    lowrank = ReferenceOps.lowrank  # type: ignore[assignment]
     prepare = ReferenceOps.prepare
 
 
@@ -76,14 +75,17 @@ def graphs_of(engine: Engine) -> GraphExecutor:
 @pytest.mark.parametrize("variant", MODELS)
 def test_a_mixed_batch_has_the_bits_of_each_request_alone(variant: str, tmp_path: Path) -> None:
     """Four adapters and none in one captured step, with two slots to begin with: slots are taken over, and made."""
-    adapters, told, alone = pool(variant, tmp_path, slots=2), dict[str, list[Any]](), dict[str, list[int]]()
+    adapters = pool(variant, tmp_path, slots=2)
+    told = dict[str, list[Any]]()
+    alone = dict[str, list[int]]()
     who = [None, *NAMES, "a", None, "b"]
     for i, name in enumerate(who):
         eager = engine_of(variant, adapters, graphs=False)
         alone |= run_joining(eager, [(0, request(i, name))], logprobs=told)
     assert alone["1"] != run_joining(engine_of(variant, adapters, False), [(0, request(1, None))])["1"]
     for k, tree in ((0, None), (1, None), (4, None), (16, None), (3, 7)):
-        engine, mixed = engine_of(variant, adapters, graphs=True), dict[str, list[Any]]()
+        engine = engine_of(variant, adapters, graphs=True)
+        mixed = dict[str, list[Any]]()
         jobs = [(i % 3, request(i, name, k, tree)) for i, name in enumerate(who)]
         assert run_joining(engine, jobs, logprobs=mixed) == alone, (k, tree)
         assert tree or mixed == told, (k, tree)

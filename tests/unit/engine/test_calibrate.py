@@ -55,7 +55,8 @@ def test_a_host_cycle_without_a_drafter_is_checked_on_the_second_start(
     """One call a cycle and nothing but n-grams: the check once had a single cell and took the logarithm of zero."""
     monkeypatch.setattr(module, "BUDGET_S", 0.1)
     shape = {**VARIANTS["llama"], "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 64}
-    config, ops = ModelConfig.from_hf(shape), CpuOps(1)
+    config = ModelConfig.from_hf(shape)
+    ops = CpuOps(1)
     runner = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, 0), ops))
     for _ in range(2):
         engine = tiny_engine(model=runner, k=None, page_size=32, prefill_chunk=32)

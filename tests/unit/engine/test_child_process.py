@@ -59,7 +59,8 @@ while True:
 def test_a_call_that_took_all_its_time_leaves_the_next_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(SLOW_READER)
-    child, clock = ChildProcess(str(script), seconds=60.0), iter([0.0, 1.0, 59.9999])
+    child = ChildProcess(str(script), seconds=60.0)
+    clock = iter([0.0, 1.0, 59.9999])
     monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: next(clock, 0.0)))
     try:
         assert int.from_bytes(child.call(b"a"), "little") == 1

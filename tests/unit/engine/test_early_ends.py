@@ -39,7 +39,9 @@ class Told(Controller):
 
     def __init__(self, name: str, stop: float, drop: float):
         super().__init__(CostTable(), (name,))
-        self.name, self.stop, self.drop = name, stop, drop
+        self.name = name
+        self.stop = stop
+        self.drop = drop
         self.observed: list[tuple[int, int, Sequence[float] | None]] = []
         self.widths: list[float] = []
         self.planned = True  # steps are reported to it from the first one on
@@ -69,7 +71,8 @@ class Knows(Drafter):
     taps: tuple[int, ...] = ()
 
     def __init__(self, answers: dict[str, list[int]]):
-        self.answers, self.random = answers, random.Random(3)
+        self.answers = answers
+        self.random = random.Random(3)
         self.lengths: list[list[int]] = []
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
@@ -90,7 +93,8 @@ def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
     ids = ["a", "b", "c"]
     asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate(ids)]
     want = run(tiny_engine(model=MODEL, names=()), asked)
-    drafter, controller = Knows(want), Told("knows", 0.4, 0.3)
+    drafter = Knows(want)
+    controller = Told("knows", 0.4, 0.3)
     engine = tiny_engine(drafter=drafter, model=MODEL, names=(), k=None)
     engine.policy.controller = controller
     rows: list[int] = []
@@ -156,7 +160,8 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
     own = design.plain(config, reads=(0, 2), intermediate=64)
     compiled = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]
-    texts, mean = [], []
+    texts = []
+    mean = []
     for stop, drop in ((0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (1.0, 0.0), (1.0, 1.0)):
         controller = Told("mtp", stop, drop)
         settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)

@@ -120,7 +120,8 @@ def test_logprobs_are_those_of_plain_decoding(engine: Engine) -> None:
                 rows += event.logprobs
         return rows
 
-    plain, fast = tables(0), tables(5)
+    plain = tables(0)
+    fast = tables(5)
     assert [list(r) for r in plain] == [list(r) for r in fast]
     assert all(abs(a[t] - b[t]) < 1e-4 for a, b in zip(plain, fast) for t in a)
     assert all(len(r) in (3, 4) and max(r.values()) <= 0 for r in plain)
@@ -128,7 +129,8 @@ def test_logprobs_are_those_of_plain_decoding(engine: Engine) -> None:
 
 def test_statistics_add_up(engine: Engine) -> None:
     engine.submit(request("a", PROMPT, k=4, max_tokens=30))
-    stats, kinds = None, []
+    stats = None
+    kinds = []
     while engine.busy:
         for event in engine.step():
             assert len(event.kinds) == len(event.tokens)
@@ -154,7 +156,8 @@ class CountingCache:
     disk = None
 
     def __init__(self, slots: int, positions: int):
-        self.free_slots, self.left = slots, positions
+        self.free_slots = slots
+        self.left = positions
 
     def open(
         self, tokens: object, granularity: int, reuse: bool = True, root: bytes = b"", unbroken: object = None
@@ -299,7 +302,8 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
     paused."""
     requests = [request(f"r{i}", [3 + i, 5, 7, 5, 7], temperature=0.8, seed=i) for i in range(3)]
     want = run(tiny_engine(), requests)
-    engine, got = tiny_engine(), {r.id: list[int]() for r in requests}
+    engine = tiny_engine()
+    got = {r.id: list[int]() for r in requests}
 
     def step() -> None:
         for event in engine.step():
@@ -359,7 +363,8 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
         scheduler.add(seq)
     steps = 0
     while any(seq.computed < 39 for seq in many):
-        batch, steps = scheduler.plan(choose), steps + 1
+        batch = scheduler.plan(choose)
+        steps = steps + 1
         assert stream in [item.seq for item in batch.decode] and 0 < sum(item.count for item in batch.prompts) <= 16
         for item in batch.prompts:
             item.seq.computed += item.count
@@ -377,7 +382,8 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
 
     choose = lambda ready: [NO_DRAFT] * len(ready)
     decoding = [seq("many", 2), *(seq(f"stream {i}", 2) for i in range(streams))]
-    long, short = seq("many", 161), seq("other", 5)
+    long = seq("many", 161)
+    short = seq("other", 5)
     for one in decoding:
         scheduler.add(one)
     scheduler.plan(choose)
@@ -388,7 +394,8 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
     while long.computed < 160:
         if steps == 4:
             scheduler.add(short)
-        batch, steps = scheduler.plan(choose), steps + 1
+        batch = scheduler.plan(choose)
+        steps = steps + 1
         assert len(batch.decode) == len(decoding) and sum(item.count for item in batch.prompts) <= 16
         if steps == 5:
             assert short in [item.seq for item in batch.prompts]
@@ -452,7 +459,8 @@ def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:
     """An engine whose places are all held by paused requests can do nothing for one that waits: it would spin."""
     requests = [request(f"r{i}", [3 + i, 5, 7, 5, 7], temperature=0.8, seed=i) for i in range(3)]
     want = run(tiny_engine(), requests)
-    engine, got = tiny_engine(max_batch=2), {r.id: list[int]() for r in requests}
+    engine = tiny_engine(max_batch=2)
+    got = {r.id: list[int]() for r in requests}
     for r in requests[:2]:
         engine.submit(r)
 

@@ -30,7 +30,8 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 
 def engine_of(shape: str, kind: str) -> Engine:
-    ops, config = CpuOps(threads=1), ModelConfig.from_hf(SHAPES[shape])
+    ops = CpuOps(threads=1)
+    config = ModelConfig.from_hf(SHAPES[shape])
     model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
     own = replace(design.plain(config, reads=(0, 2), intermediate=64), clusters=8, cluster_top=3)
     net = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
@@ -53,7 +54,8 @@ def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape:
         {"logprobs": 2},
         {"temperature": 0.6, "seed": 5, "min_tokens": 6, "stop_token_ids": (9, 11)},
     ]  # fmt: skip
-    ks, drafters = (3, None, 5, 0, 2, 16), ("mtp", True, "ngram", True, True, True)
+    ks = (3, None, 5, 0, 2, 16)
+    drafters = ("mtp", True, "ngram", True, True, True)
     jobs = [
         request(str(i), PROMPT[i:] + [20 + i], k=ks[i], drafter=drafters[i], **params) for i, params in enumerate(asked)
     ]

@@ -101,11 +101,13 @@ def test_masked_choice_with_drafts_is_masked_choice_without(seed: int, width: in
         return int(prefer[np.nonzero(row[prefer])[0][0]])
 
     grammar = COMPILER.compile(schema_grammar(SCHEMA))
-    plain, matcher = [], grammar.matcher()
+    plain = []
+    matcher = grammar.matcher()
     while not plain or plain[-1] not in TOK.eos_ids:
         plain.append(choose(masks(matcher, [])[0][0]))
         matcher.advance(plain[-1:])
-    drafted, matcher = [], grammar.matcher()
+    drafted = []
+    matcher = grammar.matcher()
     while not drafted or drafted[-1] not in TOK.eos_ids:
         at = len(drafted)
         drafts = [t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in plain[at : at + width]]

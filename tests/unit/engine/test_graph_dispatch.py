@@ -196,10 +196,12 @@ def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.M
     def graph(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    passed, key = served(model)[1].prefill_graphs, PrefillKey(64, 8, 512, False)
+    passed = served(model)[1].prefill_graphs
+    key = PrefillKey(64, 8, 512, False)
     monkeypatch.setattr(capture, "Graph", graph)
     monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
-    passed.cache.device, passed.runner.divided = Pretended(), True  # type: ignore[assignment]
+    passed.cache.device = Pretended()  # type: ignore[assignment]
+    passed.runner.divided = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="out of memory"):
         passed.capture(key)
     passed.runner.divided = False

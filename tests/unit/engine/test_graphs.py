@@ -74,7 +74,8 @@ def test_cycles_overlap_and_the_last_one_is_dropped() -> None:
     want = alone("dense", request("a", PROMPT, max_tokens=30))
     stop = want[9]
     engine.submit(request("a", PROMPT, k=2, max_tokens=30, stop_token_ids=(stop,)))
-    launches, got = 0, []
+    launches = 0
+    got = []
     while engine.busy:
         before = engine._pending
         got += [t for e in engine.step() for t in e.tokens]
@@ -148,10 +149,8 @@ def test_logprobs_of_a_graph_are_those_of_the_eager_cycle(k: int) -> None:
         engine.submit(request("a", PROMPT, k=k, logprobs=3, temperature=0.8, seed=4))
         return [row for _ in iter(lambda: engine.busy, False) for e in engine.step() for row in e.logprobs or ()]
 
-    ours, want = (
-        rows(engines("dense")),
-        rows(tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense"), model=MODELS["dense"])),
-    )
+    ours = rows(engines("dense"))
+    want = rows(tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense"), model=MODELS["dense"]))
     assert len(ours) == 24 and [list(r) for r in ours] == [list(r) for r in want]
     assert all(abs(a[t] - b[t]) < 1e-4 for a, b in zip(ours, want) for t in a)
 
@@ -261,7 +260,9 @@ def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked
             return 99
 
     executor = object.__new__(GraphExecutor)
-    executor.drafter, executor.names, executor.trees = Wide(), (None,), True
+    executor.drafter = Wide()
+    executor.names = (None,)
+    executor.trees = True
     scheduled = [ScheduledSeq(None, i, 10, plan=DraftPlan("mtp", 3, nodes=n)) for i, n in enumerate(asked)]  # type: ignore[arg-type]
     assert executor._nodes(scheduled, 3, 20) == nodes
     plain = ScheduledSeq(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it

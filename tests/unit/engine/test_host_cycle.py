@@ -58,7 +58,8 @@ def engines(
         half = weights["head"][config.vocab_size // 2 :]
         weights["head"] = torch.cat((half, half))
     if shape == "capped":
-        config, weights["head"] = replace(config, softcap=5.0), weights["head"] * 20.0
+        config = replace(config, softcap=5.0)
+        weights["head"] = weights["head"] * 20.0
     model = ops.compile(TextModel(config, weights, ops))
     own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps)
     own = replace(own, clusters=clusters, cluster_top=3 if clusters else 0)
@@ -202,7 +203,8 @@ def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, 
     assert got == run(many, plain)
     assert run(many, asked) == got and many.metrics.trees > 0
     assert one.metrics.trees > 0 and (one.metrics.branched > 0 or not shape.startswith("few"))
-    settings, controller = replace(one.config, graphs=True), Controller(CostTable(), ("mtp", "ngram"))
+    settings = replace(one.config, graphs=True)
+    controller = Controller(CostTable(), ("mtp", "ngram"))
     captured = Engine(one.model, None, settings, SpecConfig(None), one.drafter, controller, KVOptions(torch.float16))
     assert (
         run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]}

@@ -26,7 +26,8 @@ from outrider.models import image_processing
 from outrider.models.image_processing import CPU_SECONDS, QUICK, pixels, stand_back
 from outrider.types import OutriderError
 
-TOKENS, SIDE = 70, 12
+TOKENS = 70
+SIDE = 12
 Maker = Callable[[], bytes]
 
 
@@ -64,11 +65,13 @@ def rotated() -> bytes:
 def scans(times: int, side: int = 40) -> bytes:
     """A progressive JPEG whose last scan comes many times: a few bytes, and a pass over all pixels for each."""
     data = saved(Image.new("RGB", (side, side)), "JPEG", progressive=True)
-    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    last = data.rindex(b"\xff\xda")
+    end = data.rindex(b"\xff\xd9")
     return data[:last] + data[last:end] * times + data[end:]
 
 
-PNG, JPEG = saved(noise(), "PNG"), saved(noise(), "JPEG")
+PNG = saved(noise(), "PNG")
+JPEG = saved(noise(), "JPEG")
 GOOD: dict[str, Maker] = {
     "png": lambda: PNG,
     "jpeg": lambda: JPEG,
@@ -201,11 +204,13 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_an_image_took_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, script = Path(image_processing.__file__).read_text(), tmp_path / "decoder.py"
-    assert f"QUICK, LOOK = {QUICK}" in source  # no idle time: on a busy machine it may never come
-    script.write_text(source.replace(f"QUICK, LOOK = {QUICK}", "QUICK, LOOK = 99"))
+    source = Path(image_processing.__file__).read_text()
+    script = tmp_path / "decoder.py"
+    assert f"QUICK = {QUICK}\n" in source  # no idle time: on a busy machine it may never come
+    script.write_text(source.replace(f"QUICK = {QUICK}\n", "QUICK = 99\n"))
     monkeypatch.setattr(image_processing, "__file__", str(script))
-    decoder, sizes = ImageDecoder(seconds=PATIENCE), list[int]()
+    decoder = ImageDecoder(seconds=PATIENCE)
+    sizes = list[int]()
     for side in (1500, 6000, 5000, 4000, 5000):
         decoder.pixels(saved(Image.new("LA", (side, side)), "PNG"), TOKENS, SIDE)
         process = decoder._large._process
@@ -230,7 +235,9 @@ def test_small_images_do_not_wait_for_a_large_one() -> None:
 
 
 def test_a_known_image_does_not_wait_for_the_tower() -> None:
-    begun, done, seen = threading.Event(), threading.Event(), list[int]()
+    begun = threading.Event()
+    done = threading.Event()
+    seen = list[int]()
 
     def encode(image: torch.Tensor) -> torch.Tensor:
         seen.append(int(image[0, 0, 0]))
@@ -270,7 +277,8 @@ def mutated(seed: int) -> bytes:
     kind = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")[seed % 7]
     data = bytearray(saved(noise(), kind))
     for _ in range(int(rng.integers(1, 6))):
-        at, size = int(rng.integers(0, len(data))), int(rng.integers(1, 24))
+        at = int(rng.integers(0, len(data)))
+        size = int(rng.integers(1, 24))
         how = int(rng.integers(0, 5))
         piece = bytes(rng.integers(0, 256, size, dtype=np.uint8))
         if how == 0:

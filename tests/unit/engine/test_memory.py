@@ -50,7 +50,8 @@ def test_a_gpu_is_divided_between_windows_and_whole_contexts() -> None:
     got = plan_kv_memory(EngineConfig(), large, torch.bfloat16, 0, batch=254, budget=left)
     assert got.max_context == 262144 and got.tokens >= 262144 and got.tokens >= 40 * 8192
     assert got.window_tokens is not None and got.window_tokens >= 40 * (1024 + 17)
-    full, sliding = 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2
+    full = 10 * 2 * 4 * 512 * 2
+    sliding = 50 * 2 * 16 * 256 * 2
     assert got.tokens * full + got.window_tokens * sliding <= left
     few = plan_kv_memory(EngineConfig(max_context=4096), large, torch.bfloat16, 0, batch=4, budget=69 * 10**9)
     assert few.tokens == 4 * 4096 + 32, "no more than can be used"

@@ -101,7 +101,9 @@ class Counting:
 
     def __init__(self, name: str, whole: bool):
         ops = CpuOps(threads=1)
-        self.model, self.rows, self.wanted = tiny_model(name, ops=ops), 0, list[int]()
+        self.model = tiny_model(name, ops=ops)
+        self.rows = 0
+        self.wanted = list[int]()
         forward = self.model.forward
 
         def counted(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -117,7 +119,8 @@ class Counting:
                 return forward(ids, kv, taps, wanted)
             return only(forward(ids, kv, taps), wanted)
 
-        ops.linear, ops.gated_linear = counted(ops.linear), counted(ops.gated_linear)  # type: ignore[method-assign]
+        ops.linear = counted(ops.linear)  # type: ignore[method-assign]
+        ops.gated_linear = counted(ops.gated_linear)  # type: ignore[method-assign]
         self.model.forward = told
 
 
@@ -140,7 +143,9 @@ def jobs(engine: Engine, settings: dict[str, Any]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("room", [{}, {"kv_tokens": 132}], ids=["roomy", "crowded"])
 def test_the_engine_says_the_same(room: dict[str, Any]) -> None:
-    told, work, metrics = [], [], []
+    told = []
+    work = []
+    metrics = []
     for whole in (True, False):
         counting = Counting("edge", whole)
         engine = tiny_engine("edge", mtp_drafter(counting.model, "edge"), model=counting.model, **room)
@@ -195,7 +200,8 @@ def test_who_does_not_draft_wants_nothing() -> None:
         ],
     )
     assert {n for n in counting.wanted if n >= 0} == {0}
-    target, small = Counting("llama", False), Counting("llama", False)
+    target = Counting("llama", False)
+    small = Counting("llama", False)
     engine = tiny_engine("llama", DraftModel(small.model), names=(), model=target.model)
     assert run(engine, [request("a", prompts(1, 40)[0])]) == run(
         tiny_engine("llama"), [request("a", prompts(1, 40)[0], drafter=False)]
@@ -212,7 +218,8 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     own = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
     forward = model.forward
     net = OPS.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, OPS, None, seed=4), OPS, model))
-    told, metrics = [], []
+    told = []
+    metrics = []
     for whole in (True, False):
 
         def ran(

@@ -20,12 +20,16 @@ TAP = 1
 class Context(Drafter):
     """Stores the tapped stream of every position as its keys and checks them before each draft of random tokens."""
 
-    name, taps = "context", (TAP,)
+    name = "context"
+    taps = (TAP,)
 
     def __init__(self, model: TextModel):
-        hidden, self.layer = model.config.hidden, len(model.config.layers)
+        hidden = model.config.hidden
+        self.layer = len(model.config.layers)
         self.kv_specs = (AttnSpec(1, 1, hidden, self.layer, True),)
-        self.model, self.rng, self.checked = model, random.Random(1), 0
+        self.model = model
+        self.rng = random.Random(1)
+        self.checked = 0
 
     def at(self, kv: KVView, row_seq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return kv.tables["full"][row_seq, positions // kv.page_size].long(), positions % kv.page_size

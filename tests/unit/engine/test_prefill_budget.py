@@ -59,7 +59,8 @@ def test_on_a_cpu_a_long_prompt_and_a_stream_both_move(plain: float, row: float)
     pace = PrefillBudget(0, with_decodes=16, choices=CPU)
     rows = driven(pace, plain, plain / 2, row)
     cost = max(plain / 2, row * rows)
-    prompt, stream = cost / (plain + cost), plain / (plain + cost)
+    prompt = cost / (plain + cost)
+    stream = plain / (plain + cost)
     assert rows in CPU
     assert prompt > 0.4 or rows == CPU[-1], "the prompt gets its share of the time"
     longest = LONGER_FEW if rows <= 16 else LONGER
@@ -90,7 +91,8 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
     engine = tiny_engine(prefill_chunk=64, max_context=1024)
     prefill = PrefillBudget(64, with_decodes=4, choices=range(4, 65, 4))
     engine.scheduler.prefill = engine.timer.prefill = prefill
-    now, real = [0.0], engine.runner.run
+    now = [0.0]
+    real = engine.runner.run
 
     def prompts(scheduled):  # type: ignore[no-untyped-def]
         now[0] += 1e-3 * sum(item.count for item in scheduled)
@@ -101,7 +103,8 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
         return inner(pending)
 
     engine.clock = engine.runner.clock = lambda: now[0]
-    engine.runner.run, engine.executors[-1].read = prompts, read  # type: ignore[method-assign]
+    engine.runner.run = prompts  # type: ignore[method-assign]
+    engine.executors[-1].read = read  # type: ignore[method-assign]
     run_joining(
         engine,
         [(0, request("stream", [5] * 8, max_tokens=60)), (2, request("long", [7] * 400, max_tokens=2))],

@@ -43,7 +43,8 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(
     variant: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_graphs, "NEAR_PREFILL", 32)  # so that both bounds are met
-    rng, left = random.Random(1), []
+    rng = random.Random(1)
+    left = []
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
     for graphs in (False, True):
         drafter = mtp_drafter(models[variant], variant) if variant != "llama" else None
@@ -100,12 +101,16 @@ def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str,
 def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> None:
     """Chunks run in the smallest pass that is there and holds them; where none does they are launched."""
     engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=100, prefix_cache=False)
-    passed, launched, launch = captured(engine), list[int](), engine.runner.run
-    passed.most, passed.furthest = 256, 512
+    passed = captured(engine)
+    launched = list[int]()
+    launch = engine.runner.run
+    passed.most = 256
+    passed.furthest = 512
     passed.prepare()
     assert {(key.rows, key.sequences) for key in passed.cache.graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
     engine.runner.run = lambda scheduled: (launched.append(sum(item.count for item in scheduled)), launch(scheduled))[1]  # type: ignore[method-assign]
-    engine.prefill.idle, engine.prefill.with_decodes = 1024, 0
+    engine.prefill.idle = 1024
+    engine.prefill.with_decodes = 0
     alone = run(engine, [request("a", [t % VOCAB for t in range(81)], max_tokens=3)])
     assert not launched and passed.ran == 128
     many = run(engine, [request(str(i), [t % VOCAB for t in range(81)], max_tokens=3) for i in range(4)])
@@ -116,7 +121,8 @@ def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> No
 def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    passed, tried = captured(tiny_engine("llama", model=models["llama"], graphs=True)), list[int]()
+    passed = captured(tiny_engine("llama", model=models["llama"], graphs=True))
+    tried = list[int]()
 
     def graph(fn: Any, device: Any, pool: Any) -> Any:
         tried.append(fn.args[-1].rows)
@@ -197,9 +203,12 @@ def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None
     engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=32)
     passed = captured(engine)
     assert passed.pack == ROWS[-1]
-    passed.pack, whole, rows = 64, passed.run, list[int]()
+    passed.pack = 64
+    whole = passed.run
+    rows = list[int]()
     passed.run = lambda scheduled: (rows.append(sum(item.count for item in scheduled)), whole(scheduled))[1]  # type: ignore[method-assign]
-    engine.prefill.idle, engine.prefill.with_decodes = 512, 0
+    engine.prefill.idle = 512
+    engine.prefill.with_decodes = 0
     jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
     assert len(run(engine, jobs)) == 8
     assert rows == [60, 60, 60, 60] and {key.rows for key in passed.cache.graphs} == {64}

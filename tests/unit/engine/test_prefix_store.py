@@ -41,7 +41,8 @@ def asked(made: Engine, prompt: list[int] = PROMPT, namespace: bytes = b"", id: 
     req: Request = request(id, prompt, temperature=0.8, seed=5, max_tokens=8)
     req.namespace = namespace
     made.submit(req)
-    seq, out = made.running(id), []
+    seq = made.running(id)
+    out = []
     while made.busy:
         for event in made.step():
             out += event.tokens
@@ -64,9 +65,11 @@ def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> Non
     text, cached = asked(again)
     assert text == plain and cached >= 80 and disk(again).pages_read > 0
     assert disk(again).pages_written <= 2, "only what is new"
-    wrote, read = first.store, again.store
+    wrote = first.store
+    read = again.store
     one, _ = wrote.prefix.match(PROMPT, 80, 16)
-    a, b = wrote.prefix.match(PROMPT, 80, 16)[1], read.prefix.match(PROMPT, 80, 16)[1]
+    a = wrote.prefix.match(PROMPT, 80, 16)[1]
+    b = read.prefix.match(PROMPT, 80, 16)[1]
     assert one == 80
     for name in wrote.groups:
         for x, y in zip(wrote.layers[name], read.layers[name]):
@@ -76,7 +79,8 @@ def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> Non
 
 def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
     """Pages that are copied together need not be neighbours."""
-    first, again = engine(tmp_path), engine(tmp_path)
+    first = engine(tmp_path)
+    again = engine(tmp_path)
     asked(first)
     pool = again.store.groups["full"].pool
     taken = [pool.alloc() for _ in range(60)]
@@ -111,7 +115,8 @@ def answer(model, store):
 
 def test_a_new_process_reads_pages_from_disk(tmp_path: Path) -> None:
     model = tiny.write(tiny.target("llama"), tmp_path / "model")
-    places, here = [str(model), str(tmp_path / "store")], dict[str, Any]()
+    places = [str(model), str(tmp_path / "store")]
+    here = dict[str, Any]()
     exec(ANSWER, here)
     text, cached, read = here["answer"](*places)
     command = [sys.executable, "-c", f"{ANSWER}\nprint(answer(*sys.argv[1:]))", *places]
@@ -191,7 +196,8 @@ def test_beyond_its_size_the_least_recently_used_go(tmp_path: Path) -> None:
 
 
 def test_two_stores_at_once(tmp_path: Path) -> None:
-    one, two = engine(tmp_path), engine(tmp_path)
+    one = engine(tmp_path)
+    two = engine(tmp_path)
     for made in (one, two):
         made.submit(request("r", PROMPT, max_tokens=4))
     while one.busy or two.busy:

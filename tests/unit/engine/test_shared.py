@@ -32,7 +32,8 @@ def tokens(events: Iterable[Event]) -> list[int]:
 
 def test_streams_in_turn_and_an_answer_between(llm: LLM) -> None:
     alone = [llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS]
-    first, second = llm.stream(PROMPTS[0], PARAMS), llm.stream(PROMPTS[1], PARAMS)
+    first = llm.stream(PROMPTS[0], PARAMS)
+    second = llm.stream(PROMPTS[1], PARAMS)
     got = [tokens([next(first)]), tokens([next(second)])]
     assert llm.generate(PROMPTS[2], PARAMS)[0].token_ids == alone[2]
     for a, b in zip(first, second):
@@ -61,7 +62,8 @@ def test_threads_share_a_model(llm: LLM) -> None:
 
 def test_who_leaves_takes_its_request_along_and_nobody_elses(llm: LLM) -> None:
     alone = llm.generate(PROMPTS[0], PARAMS)[0].token_ids
-    staying, leaving = llm.stream(PROMPTS[0], PARAMS), llm.stream(PROMPTS[1], PARAMS)
+    staying = llm.stream(PROMPTS[0], PARAMS)
+    leaving = llm.stream(PROMPTS[1], PARAMS)
     got = tokens([next(staying)])
     next(leaving)
     leaving.close()
@@ -86,7 +88,8 @@ def test_who_leaves_in_the_middle_of_a_step_is_seen_to_by_the_next(llm: LLM) -> 
 
 def test_a_step_that_fails_fails_for_everybody_and_the_next_is_whole(llm: LLM) -> None:
     alone = llm.generate(PROMPTS[2], PARAMS)[0].token_ids
-    first, second = llm.stream(PROMPTS[0], PARAMS), llm.stream(PROMPTS[1], PARAMS)
+    first = llm.stream(PROMPTS[0], PARAMS)
+    second = llm.stream(PROMPTS[1], PARAMS)
     next(first), next(second)
     step = llm.engine.step
 
@@ -106,7 +109,10 @@ def test_a_step_that_fails_fails_for_everybody_and_the_next_is_whole(llm: LLM) -
 def test_who_comes_is_let_in_between_two_steps_of_another(llm: LLM) -> None:
     """A step after the newcomer has asked waits until it is in, however quickly the other one's steps follow each
     other."""
-    asked, step, submit, steps = threading.Event(), llm.engine.step, llm.engine.submit, list[str]()
+    asked = threading.Event()
+    step = llm.engine.step
+    submit = llm.engine.submit
+    steps = list[str]()
     newcomer = llm.stream(PROMPTS[1], PARAMS)
 
     def slow() -> Any:

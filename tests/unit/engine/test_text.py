@@ -90,11 +90,14 @@ def test_streaming_gives_what_decoding_gives(data: st.DataObject) -> None:
     """Any ids, broken UTF-8 included, in any pieces."""
     tokenizer = data.draw(st.sampled_from([scored(), BYTES]))
     ids = data.draw(st.lists(st.integers(0, 261), max_size=24))
-    detok, text, at = Detokenizer(tokenizer), "", 0
+    detok = Detokenizer(tokenizer)
+    text = ""
+    at = 0
     while at < len(ids):
         step = data.draw(st.integers(1, 5))
         piece = detok.push(ids[at : at + step])
-        text, at = text + piece, at + step
+        text = text + piece
+        at = at + step
     assert text + detok.flush() == tokenizer.decode(ids)
 
 

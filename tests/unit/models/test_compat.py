@@ -45,7 +45,8 @@ def test_the_layers_that_an_assistant_reads(size: str, donors: tuple[int, int]) 
 
 
 def test_every_reason() -> None:
-    t, d = target("E2B"), drafter("E2B")
+    t = target("E2B")
+    d = drafter("E2B")
 
     def with_layer(i: int, **changes: object) -> DrafterConfig:
         layers = list(d.layers)

@@ -38,7 +38,8 @@ def test_dense_kernels_hold_nothing_quantised(monkeypatch: pytest.MonkeyPatch) -
     """Whatever a file holds is then dequantised; the usual kernels keep it as it is."""
     monkeypatch.setattr("outrider.ops.formats.base.SMALL", 0)
     weight = IntegerFormat(4, 32).quantise(torch.randn(64, 64))
-    usual, dense = ops.choose("cpu", "triton"), ops.choose("cpu", "triton:dense")
+    usual = ops.choose("cpu", "triton")
+    dense = ops.choose("cpu", "triton:dense")
     assert usual.pack_weights([weight], "cpu") is not None and dense.pack_weights([weight], "cpu") is None
 
 
@@ -58,7 +59,8 @@ def test_prompts_of_the_cpu_do_not_hang_on_where_they_are_cut(shape: str) -> Non
     for cut in (lambda: 512, lambda: 64, lambda: 1, lambda: rng.randrange(1, 90)):
         seq, _ = store.open(ids.tolist(), 16, reuse=False)
         assert store.reserve(seq, len(ids))
-        at, hidden = 0, []
+        at = 0
+        hidden = []
         while at < len(ids):
             end = min(len(ids), at + cut())
             where = torch.arange(at, end)

@@ -73,7 +73,8 @@ def test_a_library_that_was_damaged_is_built_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bytes
 ) -> None:
     """A disk that was full or a copy that was cut off; before, every later start was many times slower."""
-    sound, built = build.shared_object("generic"), list[str]()
+    sound = build.shared_object("generic")
+    built = list[str]()
 
     def compiled(target: Path, isa: str) -> None:
         built.append(isa)
@@ -158,7 +159,8 @@ def test_a_terminated_build_ends_its_compilers(tmp_path: Path) -> None:
     fake.chmod(0o755)
     env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache"), "CC": str(fake)}
     code = "from outrider.ops.cpu import build; build.shared_object('generic')"
-    run, pids = subprocess.Popen([sys.executable, "-c", code], env=env), tmp_path / "pids"
+    run = subprocess.Popen([sys.executable, "-c", code], env=env)
+    pids = tmp_path / "pids"
     until(lambda: pids.exists() and len(pids.read_text().split()) == len(build.UNITS))
     run.terminate()
     assert run.wait(PATIENCE) == 143 and list((tmp_path / "cache" / "kernels").iterdir()) == []
@@ -198,10 +200,8 @@ def test_a_read_only_cache_with_kernels_in_it_is_used(monkeypatch: pytest.Monkey
 
 def test_a_full_disk_is_said_as_such_and_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    included, full = (
-        "echo 'In file included from kernels.c:1:' >&2",
-        "echo 'fatal error: x: No space left on device' >&2",
-    )
+    included = "echo 'In file included from kernels.c:1:' >&2"
+    full = "echo 'fatal error: x: No space left on device' >&2"
     fake_compiler(tmp_path, monkeypatch, f"echo x >> {tmp_path}/count; {included}; {full}; exit 1")
     with pytest.raises(build.BuildError, match=r"disk of .*kernels is full: .*OUTRIDER_CACHE"):
         build.shared_object()
@@ -285,7 +285,8 @@ def test_threads_sleep_when_idle() -> None:
 
 def test_a_forked_child_can_compute() -> None:
     ops = CpuOps(threads=2)
-    x, w = torch.randn(5, 64), torch.randn(64, 64)
+    x = torch.randn(5, 64)
+    w = torch.randn(64, 64)
     want = ops.linear(x, w)
     pid = os.fork()
     if pid == 0:  # the child: only its exit status speaks

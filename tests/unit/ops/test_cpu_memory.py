@@ -76,7 +76,9 @@ def test_a_store_says_how_far_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but what is in use and as much as the next ones may need at once; and it comes again before it is needed."""
     monkeypatch.setattr(HugePageWarmer, "REST_S", 0.0)
-    arena, a_page = Arena(), HUGE // 512  # 512 rows are a huge page
+    # 512 rows are a huge page
+    arena = Arena()
+    a_page = HUGE // 512
     tensors = [arena.empty((10 * 512, a_page), torch.uint8) for _ in range(2)]
     ahead = HugePageWarmer(tensors)
     for row in range(0, 10 * 512, 256):
@@ -140,7 +142,8 @@ def test_answers_are_the_same_after_memory_went_back(monkeypatch: pytest.MonkeyP
     assert engine.tidy(3600.0) == 0 and run(engine, jobs) == first
     assert engine.metrics.cached_tokens >= 4 * 48, "what was just used stays"
     settle()
-    before, used = engine.metrics.kv_bytes, engine.metrics.free_pages["full"]
+    before = engine.metrics.kv_bytes
+    used = engine.metrics.free_pages["full"]
     given = engine.tidy(0.0)
     engine.check()
     keys = store.keys[0]

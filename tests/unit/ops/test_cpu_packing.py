@@ -66,7 +66,8 @@ def test_fused_parts(ops: CpuOps, kinds: tuple[str, ...], n: int) -> None:
 
 def test_file_pages_are_given_back_as_rows_are_packed(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.ops.cpu.packing.SLICE", 4096)
-    p, given = part("Q4_K", 100, 512), []
+    p = part("Q4_K", 100, 512)
+    given = []
     w = ops.packer.pack([replace(p, release=lambda lo, hi: given.append((lo, hi)))])
     assert w is not None and torch.equal(ops.unpack(w), p.dense())
     assert given == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 80), (80, 96), (96, 100)]
@@ -74,7 +75,8 @@ def test_file_pages_are_given_back_as_rows_are_packed(ops: CpuOps, monkeypatch: 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_in_another_order(ops: CpuOps, kind: str) -> None:
-    p, order = part(kind, 37, 256), torch.randperm(37, generator=torch.Generator().manual_seed(1))
+    p = part(kind, 37, 256)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
     assert torch.equal(ops.unpack(ops.take_rows(ops.packer.pack([p]), order)), p.dense()[order])
 
 

@@ -153,7 +153,8 @@ BLOCKS = """
 @pytest.mark.parametrize("seed", [0, 7])
 def test_blocks_wait_for_each_other_and_have_variables_of_their_own(seed: int) -> None:
     memory = Memory()
-    out, gate = memory.hold(torch.zeros(5, 64, dtype=torch.int32)), memory.hold(torch.zeros(1, dtype=torch.int32))
+    out = memory.hold(torch.zeros(5, 64, dtype=torch.int32))
+    gate = memory.hold(torch.zeros(1, dtype=torch.int32))
     run(memory, BLOCKS, [out, gate], blocks=5, threads=64, seed=seed)
     threads = torch.arange(64)
     assert torch.equal(out.long(), torch.arange(5)[:, None] * 100 + 3 + (threads ^ 1))
@@ -192,7 +193,8 @@ PRODUCT = """
 def test_matrix_instructions() -> None:
     memory = Memory()
     a, b = (memory.hold(torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16()) for n in (64, 24))
-    d, e = memory.hold(torch.zeros(64, 24)), memory.hold(torch.zeros(64, 8))
+    d = memory.hold(torch.zeros(64, 24))
+    e = memory.hold(torch.zeros(64, 8))
     run(memory, PRODUCT, [a, b, d, e], threads=128, shared=768, NT=3)
     wanted = a.double() @ b.double().T
     assert torch.allclose(d.double(), 2 * wanted, atol=1e-5) and torch.equal(e, wanted[:, :8].float())

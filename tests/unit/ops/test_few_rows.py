@@ -103,7 +103,8 @@ def test_the_kernel_is_told_what_it_reads() -> None:
 
 @pytest.mark.parametrize("kind", CHUNKS)
 def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
-    chunk, bits = CHUNKS[kind], 8 if kind in ("fp8", "int8 g32") else 4
+    chunk = CHUNKS[kind]
+    bits = 8 if kind in ("fp8", "int8 g32") else 4
     for name, raw in BUILTIN_CONFIGS.items():
         if "assistant" in name:
             continue
@@ -130,7 +131,8 @@ def test_what_does_not_fit_has_fewer_warps_or_goes_to_triton() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    w, gated = weight(), Epilogue(act="gelu_tanh")
+    w = weight()
+    gated = Epilogue(act="gelu_tanh")
     x = torch.zeros((8, 512), dtype=torch.bfloat16)
     assert supports(x, w, Epilogue()) and supports(x[:1], w, gated) and supports(x, weight(group=128), Epilogue())
     not_these = [
@@ -182,7 +184,8 @@ def test_a_compiler_that_fails_leaves_it_to_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
-    few, w = WNA16Gemv(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
+    few = WNA16Gemv(torch.device("cpu"), torch.zeros(8, dtype=torch.int32))
+    w = weight()
     x = torch.zeros((2, 512), dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.product(x, w, Epilogue(), False) is None and few.product(x, w, Epilogue(), False) is None

@@ -49,7 +49,8 @@ def test_a_cut_is_the_cut_of_what_it_means(name: str) -> None:
     whole = weight.dense()
     assert weight.check(name) is weight and weight.format.nbytes(weight.shape) == weight.nbytes
     alignment = max(weight.format.alignment(), 5 if name == "ternary" else 1)
-    lo, hi = alignment, weight.shape[1] // alignment * alignment
+    lo = alignment
+    hi = weight.shape[1] // alignment * alignment
     assert torch.equal(weight.rows(2, 5).check(name).dense(), whole[2:5])
     assert torch.equal(weight.columns(lo, hi).check(name).dense(), whole[:, lo:hi])
     back = join([weight.rows(0, 2), weight.rows(2, 6)])
@@ -78,7 +79,8 @@ def test_a_new_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytes
     folder = tiny.write(tiny.target("smollm2", intermediate_size=60, hidden_size=60, head_dim=10), tmp_path / "m")
     state = load_file(folder / "model.safetensors")
     left_out = "model.layers.1.mlp.down_proj"
-    stored, meant = {}, {}
+    stored = {}
+    meant = {}
     for name, values in state.items():
         module = name.removesuffix(".weight")
         if ".layers." in name and values.dim() == 2 and module != left_out:

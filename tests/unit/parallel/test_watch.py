@@ -52,7 +52,9 @@ def test_where_nobody_ended_it_says_what_failed(monkeypatch: pytest.MonkeyPatch)
 def test_those_who_load_are_ended_at_once() -> None:
     child = subprocess.Popen(["sleep", "3600"])
     group: Any = ProcessGroup.__new__(ProcessGroup)
-    group._open, group.watch, group.children = True, SimpleNamespace(ending=False), [child]
+    group._open = True
+    group.watch = SimpleNamespace(ending=False)
+    group.children = [child]
     try:
         group.abandon()
         assert child.wait(30) == -signal.SIGKILL and group.watch.ending

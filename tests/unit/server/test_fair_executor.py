@@ -15,7 +15,8 @@ from outrider.server.fair import FairExecutor
 
 async def behind(executor: FairExecutor, client: str) -> tuple[asyncio.Task[Any], threading.Event]:
     """A piece of work that keeps the client's thread until it is told to end."""
-    begun, end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    end = threading.Event()
     task = asyncio.create_task(executor.run(client, lambda: (begun.set(), end.wait(PATIENCE))[1]))
     await asyncio.sleep(0)
     assert await asyncio.to_thread(begun.wait, PATIENCE)
@@ -24,7 +25,9 @@ async def behind(executor: FairExecutor, client: str) -> tuple[asyncio.Task[Any]
 
 def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        executor, order, told = FairExecutor(1, 100), list[str](), list[int]()
+        executor = FairExecutor(1, 100)
+        order = list[str]()
+        told = list[int]()
         tell = executor._tell
         monkeypatch.setattr(executor, "_tell", lambda: (told.append(len(executor._done)), tell())[1])
         first, end = await behind(executor, "a")
@@ -43,7 +46,8 @@ def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.
 
 def test_who_leaves_is_not_worked_for_and_too_many_are_refused() -> None:
     async def run() -> None:
-        executor, done = FairExecutor(1, 2), list[int]()
+        executor = FairExecutor(1, 2)
+        done = list[int]()
         first, end = await behind(executor, "a")
         waiting = [asyncio.create_task(executor.run("a", lambda i=i: done.append(i))) for i in range(2)]  # type: ignore[misc]
         await asyncio.sleep(0)

@@ -42,7 +42,8 @@ class Pictures(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    Pictures.seen, Pictures.stop = [], threading.Event()
+    Pictures.seen = []
+    Pictures.stop = threading.Event()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server.server_port

@@ -55,7 +55,8 @@ def run(
     limit: int | None = 15,
     now: list[float] | None = None,
 ) -> None:
-    loader, clock = Loader(), now if now is not None else [0.0]
+    loader = Loader()
+    clock = now if now is not None else [0.0]
 
     async def inner() -> None:
         slots = [loader.slot("a", 10), loader.slot("b", 10), loader.slot("c", 4)]
@@ -161,7 +162,8 @@ def test_who_leaves_the_line_holds_up_nobody() -> None:
     async def work(model_pool: ModelPool, loader: Loader) -> None:
         a = model_pool.find("a")
         await model_pool.acquire(a)
-        gone, stays = asyncio.ensure_future(use(model_pool, "b")), asyncio.ensure_future(use(model_pool, "c"))
+        gone = asyncio.ensure_future(use(model_pool, "b"))
+        stays = asyncio.ensure_future(use(model_pool, "c"))
         await asyncio.sleep(0)
         assert not stays.done()  # c would fit beside a, but b was first
         gone.cancel()
@@ -342,7 +344,8 @@ def test_a_batch_does_not_load_a_broken_model_again_and_again() -> None:
     async def work(pool: ModelPool, loader: Loader) -> None:
         loader.error = OutriderError("the file is damaged")
         body = {"model": "b", "messages": [{"role": "user", "content": "Say it"}]}
-        line, url = BatchLine(1, "batch_req_1", b""), "/v1/chat/completions"
+        line = BatchLine(1, "batch_req_1", b"")
+        url = "/v1/chat/completions"
         status, _ = await answered(Server(pool, ServerSettings("a", port=0)), "me", line, url, body)
         assert status == 503 and loader.order == ["b"]
 

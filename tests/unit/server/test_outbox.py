@@ -31,7 +31,8 @@ def said(id: str, token: int, finish: str | None = None, logprobs: bool = False)
 
 
 async def tell(streams: int, steps: int, logprobs: bool = False) -> list[list[Any]]:
-    loop, heard = asyncio.get_running_loop(), [Heard() for _ in range(streams)]
+    loop = asyncio.get_running_loop()
+    heard = [Heard() for _ in range(streams)]
     box = Outbox(lambda function: loop.call_soon_threadsafe(function))  # type: ignore[arg-type]
 
     def engine() -> None:
@@ -70,7 +71,8 @@ async def now(calls: list[Any]) -> None:
 
 def test_what_waits_is_bundled_where_many_are_open_and_only_there() -> None:
     for streams, bundled in ((FEW, False), (FEW + 1, True)):
-        heard, calls = [Heard() for _ in range(streams)], list[Any]()
+        heard = [Heard() for _ in range(streams)]
+        calls = list[Any]()
         box = Outbox(calls.append)
         for step in range(3):  # the loop has no time for them
             box.add([(one, str(i), said(str(i), step)) for i, one in enumerate(heard)])
@@ -85,7 +87,9 @@ def test_what_waits_is_bundled_where_many_are_open_and_only_there() -> None:
 def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end_come_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard, calls, at = [Heard() for _ in range(4 * FEW)], list[Any](), [0.0]
+    heard = [Heard() for _ in range(4 * FEW)]
+    calls = list[Any]()
+    at = [0.0]
     box = Outbox(calls.append)
     clocks = SimpleNamespace(perf_counter=lambda: at[0], thread_time=time.thread_time)
     monkeypatch.setattr("outrider.server.outbox.time", clocks)
@@ -100,13 +104,15 @@ def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end
         asyncio.run(now(calls))
         return [i for i, one in enumerate(heard) if len(one.items) > before[i]]
 
-    old, new = range(3 * FEW), range(3 * FEW, 4 * FEW)
+    old = range(3 * FEW)
+    new = range(3 * FEW, 4 * FEW)
     turns = [step(number, old) for number in range(60)]
     assert all(0 < len(turn) < len(old) for turn in turns[5:]), "a window is not for everybody"
     for i in old:
         times = [number for number, turn in enumerate(turns) if i in turn]
         assert max(b - a for a, b in itertools.pairwise(times)) <= 0.06 / 0.003, "each has its turn in time"
-    first, last = step(60, new[:3]), step(61, range(5, 8), "length")
+    first = step(60, new[:3])
+    last = step(61, range(5, 8), "length")
     assert set(new[:3]) <= set(first) and {5, 6, 7} <= set(last)
     box.flush()
     asyncio.run(now(calls))
@@ -114,7 +120,8 @@ def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end
 
 
 def test_an_error_ends_a_stream_behind_what_was_said() -> None:
-    heard, calls = [Heard() for _ in range(FEW + 1)], list[Any]()
+    heard = [Heard() for _ in range(FEW + 1)]
+    calls = list[Any]()
     box = Outbox(calls.append)
     box.add([(one, str(i), said(str(i), 7)) for i, one in enumerate(heard)])
     box.add([(heard[0], "0", EngineError("gone"))])
@@ -124,7 +131,8 @@ def test_an_error_ends_a_stream_behind_what_was_said() -> None:
 
 
 def test_of_requests_that_were_aborted_nothing_is_kept() -> None:
-    heard, calls = Heard(), list[Any]()
+    heard = Heard()
+    calls = list[Any]()
     box = Outbox(calls.append)
     box.add([(heard, "a", said("a", 1))])
     box.forget("a")
@@ -134,7 +142,8 @@ def test_of_requests_that_were_aborted_nothing_is_kept() -> None:
 
 
 def test_those_who_begin_or_end_need_no_window() -> None:
-    heard, calls = [Heard() for _ in range(FEW + 4)], list[Any]()
+    heard = [Heard() for _ in range(FEW + 4)]
+    calls = list[Any]()
     box = Outbox(calls.append)
     box.add([(one, str(i), said(str(i), 0)) for i, one in enumerate(heard)])
     box.flush()
@@ -152,7 +161,8 @@ def test_a_stream_that_fails_takes_nobody_with_it() -> None:
         def put(self, id: str, item: Any) -> None:
             raise RuntimeError("no")
 
-    good, calls = Heard(), list[Any]()
+    good = Heard()
+    calls = list[Any]()
     box = Outbox(calls.append)
     for step in range(2):
         box.add([(Broken(), "0", said("0", step)), (good, "1", said("1", step))])

@@ -53,7 +53,8 @@ def test_a_full_server_tells_when_a_place_is_free(monkeypatch: pytest.MonkeyPatc
     with ExitStack() as places:
         for client in ("a", "b"):
             places.enter_context(admission.enter(4, client))
-        one, four = refused(1, "c").retry_after, refused(4, "c").retry_after
+        one = refused(1, "c").retry_after
+        four = refused(4, "c").retry_after
         assert (
             one is not None and four is not None and 10 <= one <= 20 and 3 * one <= four <= 4 * one
         )  # of eight places 80 s each
@@ -66,7 +67,8 @@ def test_a_gate_and_a_desk_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
     async def check() -> tuple[int | None, int | None]:
-        gate, told = FairGate(1, 1, "a test"), []
+        gate = FairGate(1, 1, "a test")
+        told = []
         for _ in range(5):
             async with gate.enter("a"):
                 clock.now += 7.0

@@ -19,7 +19,8 @@ from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
 TOK = tokenizer()
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 
 
 def run(source: Path, out: Path, engine: FakeEngine | None = None, seed: int = 0) -> BatchProgress:
@@ -89,7 +90,9 @@ def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
 
 def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> None:
     rows = [row(f"r{i}", TEXT if i % 2 else CHAT, temperature=1.0) for i in range(20)]
-    source, whole, cut = write(tmp_path / "in.jsonl", *rows), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    source = write(tmp_path / "in.jsonl", *rows)
+    whole = tmp_path / "whole.jsonl"
+    cut = tmp_path / "cut.jsonl"
     run(source, whole)
     lines = whole.read_bytes().splitlines(keepends=True)
     cut.write_bytes(b"".join(lines[:7]) + lines[7][:-9])  # killed in the middle of writing the eighth
@@ -110,7 +113,8 @@ def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> No
 @pytest.mark.parametrize("kept", [1, 2])
 def test_the_first_of_a_name_is_answered_after_a_second_was_refused(tmp_path: Path, kept: int) -> None:
     """Killed when only a later line had its result: resumed, the first one is answered all the same, and only it."""
-    source, out = write(tmp_path / "in.jsonl", row("a"), row("a", TEXT), row("a")), tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", row("a"), row("a", TEXT), row("a"))
+    out = tmp_path / "out.jsonl"
     run(source, out)
     lines = sorted(out.read_bytes().splitlines(keepends=True))
     out.write_bytes(lines[kept])
@@ -120,7 +124,8 @@ def test_the_first_of_a_name_is_answered_after_a_second_was_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("seed, change", [(1, lambda t: t), (0, lambda t: t.replace("Say it", "Say that"))])
 def test_results_of_something_else_are_not_continued(tmp_path: Path, seed: int, change: Any) -> None:
-    source, out = write(tmp_path / "in.jsonl", row("a"), row("b")), tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", row("a"), row("b"))
+    out = tmp_path / "out.jsonl"
     run(source, out)
     before = out.read_bytes()
     source.write_text(change(source.read_text()))
@@ -130,7 +135,8 @@ def test_results_of_something_else_are_not_continued(tmp_path: Path, seed: int, 
 
 
 def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
-    source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", row("a"))
+    out = tmp_path / "out.jsonl"
     with closing(Results(out)), pytest.raises(OutriderError, match="another run"):
         run(source, out)
     for notes in (
@@ -159,7 +165,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", row("a"))
+    out = tmp_path / "out.jsonl"
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
         OutriderError, match=r"cannot write .*out.jsonl: No space left on device; the same command goes on"
@@ -170,7 +177,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_failing_step_fails_its_requests_only(tmp_path: Path) -> None:
     engine = FakeEngine(TOK)
     engine.fail_steps = 1
-    source, out = write(tmp_path / "in.jsonl", *(row(f"r{i}") for i in range(20))), tmp_path / "out.jsonl"
+    source = write(tmp_path / "in.jsonl", *(row(f"r{i}") for i in range(20)))
+    out = tmp_path / "out.jsonl"
     progress = run(source, out, engine)
     statuses = [r["response"]["status_code"] for r in read(out)]
     assert len(statuses) == 20 and 1 <= statuses.count(500) == progress.failed <= 8 and not engine.running

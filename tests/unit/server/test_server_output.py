@@ -143,7 +143,8 @@ BROKEN = {
 def test_what_is_left_open_ends_with_the_tag(name: str) -> None:
     """It swallowed what followed, further calls included, up to the end of the text."""
     block, found = BROKEN[name]
-    text, last = f"<tool_call>{block}</tool_call>", '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    text = f"<tool_call>{block}</tool_call>"
+    last = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     assert calls(JsonCalls(), f"{text} tail {last}") == [*found, ("g", {})]
     shown = "".join(part for kind, part in run(JsonCalls(), f"{text} tail {last}") if kind == "content")
     assert shown == (" tail" if found else f"{text} tail")
@@ -240,7 +241,8 @@ def test_forced_gemma_calls_follow_the_schema(arguments: str, good: bool) -> Non
 
 def test_each_gemma_call_has_its_own_definitions() -> None:
     """The second function's reference led to the definition of that name in the first."""
-    tok, item = tokenizer(gemma=True), {"type": "object", "properties": {"a": {"$ref": "#/$defs/item"}}}
+    tok = tokenizer(gemma=True)
+    item = {"type": "object", "properties": {"a": {"$ref": "#/$defs/item"}}}
     functions = [("f", {**item, "$defs": {"item": {"type": "integer"}}})]
     functions.append(("g", {**item, "$defs": {"item": {"type": "boolean"}}}))
     grammar = gemma_calls(functions, 1, lambda t: tok.encode(t)[0])

@@ -145,7 +145,8 @@ def sampled(made: Tokenizer, body: ChatRequest | CompletionRequest) -> tuple[flo
 
 
 def test_the_request_then_the_model_then_the_protocol() -> None:
-    plain, advised = tokenizer(), tokenizer()
+    plain = tokenizer()
+    advised = tokenizer()
     advised.files = replace(advised.files, sampling={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
     asked = ollama.parse_chat(json.dumps({"messages": MESSAGES}).encode())
     assert sampled(plain, ChatRequest(messages=MESSAGES)) == (0.7, 1.0, 0, 0.0)
@@ -184,7 +185,8 @@ def test_what_a_checkpoint_advises(tmp_path: Path, i: int) -> None:
 def test_a_suffix_stands_between_a_models_own_marks() -> None:
     from tokenizers import AddedToken
 
-    plain, made = tokenizer(), tokenizer()
+    plain = tokenizer()
+    made = tokenizer()
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     made.backend.add_special_tokens([AddedToken(t, special=True) for t in [*marks, "<|fim_pad|>"]])
     preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))

@@ -20,7 +20,8 @@ def test_a_call_is_a_span_with_its_parts() -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    seen, provider = InMemorySpanExporter(), TracerProvider()
+    seen = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(seen))
     with Served(FakeEngine(TOK), TOK) as s:
         s.state.tracing = Tracing(provider)

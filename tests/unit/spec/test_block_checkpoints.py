@@ -20,7 +20,9 @@ from outrider.weights.load import dummy_weights
 from outrider.weights.quant_scheme import recipe
 
 MODEL = tiny_model("llama")
-ZLAB, SPARK, EAGLE = LAYOUTS["z-lab"], LAYOUTS["dspark"], LAYOUTS["eagle3"]
+ZLAB = LAYOUTS["z-lab"]
+SPARK = LAYOUTS["dspark"]
+EAGLE = LAYOUTS["eagle3"]
 RED_HAT = LAYOUTS["speculators-dflash"]
 
 
@@ -121,20 +123,23 @@ def test_other_spellings(tmp_path: Path) -> None:
         ("dspark", (("markov_head.markov_w", "markov_w"), ("confidence_head.proj.", "confidence_proj."))),
         ("z-lab", (("fc.", "model.fc."), ("layers.", "model.layers."))),
     ):
-        raw, state = LAYOUTS[layout], tensors(LAYOUTS[layout])
+        raw = LAYOUTS[layout]
+        state = tensors(LAYOUTS[layout])
         other = dict(state)
         for old, new in changes:
             other = {new + n.removeprefix(old) if n.startswith(old) else n: t for n, t in other.items()}
         other |= {"t2d": torch.zeros(64, dtype=torch.bool), "verifier_norm.weight": torch.ones(32)}
         assert set(other) != set(state)
-        one, two = net(tmp_path / layout, raw, state, MODEL), net(tmp_path / f"{layout} other", raw, other, MODEL)
+        one = net(tmp_path / layout, raw, state, MODEL)
+        two = net(tmp_path / f"{layout} other", raw, other, MODEL)
         assert all(torch.equal(w, two.weights[n]) for n, w in one.weights.items())  # type: ignore[arg-type]
 
 
 def test_a_packed_head_is_loaded_and_not_left_over(tmp_path: Path) -> None:
     """Next to a tied target it was once dropped without a word, and the target's own used."""
     scheme = SCHEMES["ct-int4-g32"][1]
-    state, head = tensors(ZLAB), torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    state = tensors(ZLAB)
+    head = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     scheme = {**scheme, "ignore": ["re:^(?!lm_head)"]}
     state |= {f"lm_head.{name}": part for name, part in compressed(4, 32, True)(head)[0].items()}
     write(tmp_path, {**ZLAB, "quantization_config": scheme}, state)
@@ -143,7 +148,8 @@ def test_a_packed_head_is_loaded_and_not_left_over(tmp_path: Path) -> None:
 
 
 def test_random_weights_whose_columns_are_no_whole_groups_stay_dense() -> None:
-    config, how = BlockConfig.from_hf(ZLAB), recipe({"quantization_config": SCHEMES["ct-int4-g128"][1]}, "tiny")
+    config = BlockConfig.from_hf(ZLAB)
+    how = recipe({"quantization_config": SCHEMES["ct-int4-g128"][1]}, "tiny")
     assert dummy_weights(config, "cpu", torch.float32, how=how)
 
 

@@ -14,14 +14,18 @@ from outrider.spec.choose import accept
 from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import Draft, SamplingParams
 
-OPS, V, EOS = ReferenceOps(), 23, 2
+OPS = ReferenceOps()
+V = 23
+EOS = 2
 
 
 def slow(
     row: torch.Tensor, p: SamplingParams, prompt: list[int], output: list[int], allowed: set[int] | None = None
 ) -> list[float]:
     """The definition, one token at a time (float32 scalars, so that equal logits stay equal)."""
-    f, z, text = np.float32, list(row.numpy()), prompt + output
+    f = np.float32
+    z = list(row.numpy())
+    text = prompt + output
     for t in range(len(z)):
         n = output.count(t)
         if t in text:
@@ -119,10 +123,12 @@ def test_verifying_a_block_equals_committing_token_by_token():
         params, prompts, outputs, drafts, _, _ = ragged(rng, 3)
         logits = torch.randn(3, 4, V)  # [B, K + 1, V] whatever was drafted
         block = sampling_batch(params, prompts, outputs, V, "cpu", [EOS])
-        seq, off = torch.arange(3).repeat_interleave(4), torch.arange(4).repeat(3)
+        seq = torch.arange(3).repeat_interleave(4)
+        off = torch.arange(4).repeat(3)
         z = block.process(logits.view(12, V), seq, off, drafts).view(3, 4, V)
         step = sampling_batch(params, prompts, outputs, V, "cpu", [EOS])
-        own, none = torch.arange(3), torch.zeros(3, 0, dtype=torch.int64)
+        own = torch.arange(3)
+        none = torch.zeros(3, 0, dtype=torch.int64)
         for j in range(4):
             assert torch.equal(step.process(logits[:, j], own, torch.zeros(3, dtype=torch.int64), none), z[:, j])
             if j < 3:
@@ -171,7 +177,8 @@ def test_guess_with_the_targets_logits_is_the_targets_choice():
     batch = sampling_batch(params, [[1]] * 4, [[]] * 4, V, "cpu", [EOS])
     rows = torch.arange(4)
     for t in range(50):
-        logits, at = torch.randn(4, V), torch.full((4,), t)
+        logits = torch.randn(4, V)
+        at = torch.full((4,), t)
         chosen = batch.choose(
             batch.process(logits, rows, torch.zeros_like(rows), torch.zeros(4, 0, dtype=torch.int64)), rows, at, OPS
         )
@@ -184,7 +191,8 @@ def test_guess_with_the_targets_logits_is_the_targets_choice():
 
 def test_lean_is_the_heat_of_a_clusters_luckiest_token():
     """Nothing where cold; nothing where a filter would cut the lucky token off."""
-    clusters, at = torch.randperm(20).view(5, 4), torch.tensor([3, 4, 5, 6, 7])
+    clusters = torch.randperm(20).view(5, 4)
+    at = torch.tensor([3, 4, 5, 6, 7])
     settings = [(1.3, 0, 1, 0), (0, 0, 1, 0), (1, 5, 1, 0), (1, 0, 0.9, 0), (1, 0, 1, 0.1)]
     params = [
         SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s) for s, (t, k, p, m) in enumerate(settings)
@@ -199,9 +207,12 @@ def test_lean_is_the_heat_of_a_clusters_luckiest_token():
 
 
 def test_logprobs_are_those_of_the_raw_logits():
-    logits, tokens = torch.randn(3, V), torch.tensor([1, 5, 9])
+    logits = torch.randn(3, V)
+    tokens = torch.tensor([1, 5, 9])
     chosen, values, ids = OPS.logprob_rows(logits, tokens, 3).split((1, 3, 3), 1)
-    chosen, ids, want = chosen[:, 0], ids.long(), logits.log_softmax(-1)
+    chosen = chosen[:, 0]
+    ids = ids.long()
+    want = logits.log_softmax(-1)
     torch.testing.assert_close(chosen, want[torch.arange(3), tokens])
     torch.testing.assert_close(values, want.topk(3).values)
     assert torch.equal(ids, want.topk(3).indices)

@@ -136,7 +136,8 @@ def test_only_so_many_adapters_are_remembered():
 
 def test_those_whose_k_was_asked_for_are_company():
     """Rows cost what they cost in a batch of so many: who drafts as if alone holds up the one beside it."""
-    table, sizes = copy(DEAR), []
+    table = copy(DEAR)
+    sizes = []
     curve = table.curve
     table.curve = lambda name, batch, *where: sizes.append(batch) or curve(name, batch, *where)
     controller = Controller(table, ("mtp",))
@@ -216,10 +217,8 @@ def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
         {(1, 0): [0.01] * 17},
         {"mtp": {1: drafting}, CostPart("tree", "mtp"): {1: [t + extra * (t > 0) for t in drafting]}},
     )
-    c, parents = (
-        Controller(cost, ("mtp",), {"mtp": AcceptanceProfile("", (0.6,), (), 0)}),
-        [0, 1, 2, 3, 0, 5, 6, *[0] * 9],
-    )
+    c = Controller(cost, ("mtp",), {"mtp": AcceptanceProfile("", (0.6,), (), 0)})
+    parents = [0, 1, 2, 3, 0, 5, 6, *[0] * 9]
     for _ in range(400):
         (choice,) = c.plan([DraftContext("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
         tree = VerifiedTree.of(parents, path) if choice.nodes else None

@@ -22,8 +22,15 @@ class Machine:
     """A clock that only moves when something is run on it."""
 
     def __init__(self, base=5e-3, row=1e-3, token=4e-4, key=1e-7, compile_s=0.0, noise=0.0):
-        self.now, self.base, self.row, self.token, self.key = 0.0, base, row, token, key
-        self.compile_s, self.noise, self.seen, self.rng = compile_s, noise, set(), random.Random(0)
+        self.now = 0.0
+        self.base = base
+        self.row = row
+        self.token = token
+        self.key = key
+        self.compile_s = compile_s
+        self.noise = noise
+        self.seen = set()
+        self.rng = random.Random(0)
 
     def seconds(self, part, batch, k, context):
         if part == VERIFY:
@@ -115,7 +122,8 @@ class Shared(Machine):
 def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one():
     """By the least samples, as once on GPUs, a short step is timed in peace and a long one disturbed; and there the
     table is trusted at every later start."""
-    quiet, busy = Machine(), Shared()
+    quiet = Machine()
+    busy = Shared()
     table = measure(quiet.probe, MTP, ProbeGrid((1,), (256,)), clock=quiet.clock).curve("mtp", 1, 256)
     beside = measure(busy.probe, MTP, ProbeGrid((1,), (256,)), clock=busy.clock).curve("mtp", 1, 256)
     assert max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(CURVE_LENGTH)) < 0.03
@@ -126,7 +134,8 @@ def test_a_busy_machine_does_not_price_drafts_out():
     chosen = []
     for machine in (Machine(), Shared()):
         table = measure(machine.probe, MTP, ProbeGrid((1,), (256,)), clock=machine.clock)
-        controller, ks = Controller(table, ("mtp",)), []
+        controller = Controller(table, ("mtp",))
+        ks = []
         for _ in range(60):
             (choice,) = controller.plan([DraftContext("a", {"mtp": 16}, 0, 200, 256)])
             controller.observe("a", choice.drafter, choice.k, min(choice.k, 3))
@@ -219,7 +228,8 @@ def test_a_stored_table_is_checked_by_its_ratios():
 
 
 def test_a_true_table_is_kept_beside_a_busy_process():
-    machine, busy = Machine(), Shared()
+    machine = Machine()
+    busy = Shared()
     table = measure(machine.probe, MTP, ProbeGrid((1,), (256,)), clock=machine.clock)
     assert agrees(table, busy.probe, "mtp", 256, clock=busy.clock)
 

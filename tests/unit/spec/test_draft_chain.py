@@ -48,8 +48,10 @@ def stepwise(model, listed) -> DraftModel:
 def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypatch):
     """Sequences come and go, guesses are kept or refused at random, texts hold tokens that are not listed."""
     monkeypatch.setattr(draft_model, "READ_BESIDE", 20)
-    model, rng = compiled(5, coarse=True), random.Random(0)
-    whole, steps = DraftModel(model, listed), stepwise(model, listed)
+    model = compiled(5, coarse=True)
+    rng = random.Random(0)
+    whole = DraftModel(model, listed)
+    steps = stepwise(model, listed)
     texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(n)] for i, n in enumerate((1, 9, 24))}
     for cycle in range(8):
         k = rng.randint(1, 5)
@@ -71,14 +73,16 @@ def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypat
 
 
 def test_drafts_end_in_the_call_where_they_end_step_by_step():
-    model, texts = compiled(5), {"a": [5, 6, 7], "b": [9] * 10, "c": [1, 2]}
+    model = compiled(5)
+    texts = {"a": [5, 6, 7], "b": [9] * 10, "c": [1, 2]}
     trust = [(i + 0.5) / 16 for i in range(16)]
     sure = stepwise(model, LISTED).propose(batch(texts), 5).confidence
     for stop, drop in ((0.3, 0.1), (0.0, float(sure[0, 1])), (2.0, 0.0), (0.0, 2.0)):
         made = []
         for drafter in (DraftModel(model, LISTED), stepwise(model, LISTED)):
             some = batch(texts)
-            some.trust, some.plans = trust, [DraftPlan("draft_model", 6, stop, each) for each in (drop, 0.0, drop)]
+            some.trust = trust
+            some.plans = [DraftPlan("draft_model", 6, stop, each) for each in (drop, 0.0, drop)]
             made.append(drafter.propose(some, 5))
         assert made[0].lengths.tolist() == made[1].lengths.tolist()
         for i, n in enumerate(made[0].lengths.tolist()):
@@ -139,7 +143,8 @@ def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
 
 def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
     monkeypatch.setattr(draft_model, "BESIDE", 2)
-    track, known = draft_model.Track(), bytearray(10)
+    track = draft_model.Track()
+    known = bytearray(10)
     for tokens, scored in (([5, 6, 7], [6, 7]), ([5, 6, 7, 6], [7, 6])):
         track.look(tokens, known)
         assert list(track.unlisted) == scored

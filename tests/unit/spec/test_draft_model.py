@@ -31,7 +31,8 @@ def test_a_long_lived_drafter_guesses_like_a_fresh_one(variant, monkeypatch):
     """Sequences come and go, guesses are kept or refused at random, other drafters take turns: nothing stale may be
     left."""
     monkeypatch.setattr(draft_model, "CHUNK", 7)
-    model, rng = tiny_model(variant, seed=5), random.Random(0)
+    model = tiny_model(variant, seed=5)
+    rng = random.Random(0)
     old = DraftModel(model)
     texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 20, 50]))] for i in range(3)}
     for cycle in range(12):
@@ -66,9 +67,11 @@ def test_doubtful_guesses_end_a_draft():
         [float(p) for p in torch.tensor([trust[min(15, int(c * 16))] for c in row]).double().cumprod(0)]
         for row in whole.confidence
     ]
-    old, some = DraftModel(model), batch(texts)
+    old = DraftModel(model)
+    some = batch(texts)
     ends = [(path[0][1] + 1e-9, 0.0), (2.0, 0.0), (0.0, path[2][2] + 1e-9)]
-    some.trust, some.plans = trust, [DraftPlan("draft_model", 5, *each) for each in ends]
+    some.trust = trust
+    some.plans = [DraftPlan("draft_model", 5, *each) for each in ends]
     got = old.propose(some, 5)
     first = lambda row, below: next(i for i, p in enumerate(row) if p < below)
     assert got.lengths.tolist() == [first(path[0], path[0][1] + 1e-9) + 1, 1, first(path[2], path[2][2] + 1e-9)]
@@ -90,7 +93,8 @@ def test_the_target_as_its_own_drafter_is_always_right():
         requests = [request("a", [5, 6, 7], **params), request("b", [9] * 30, **params)]
         for r in requests:
             engine.submit(r)
-        out, stats = {"a": [], "b": []}, {}
+        out = {"a": [], "b": []}
+        stats = {}
         while engine.busy:
             for event in engine.step():
                 out[event.id] += event.tokens
@@ -102,7 +106,8 @@ def test_the_target_as_its_own_drafter_is_always_right():
 
 
 def test_another_model_as_drafter():
-    target, small = tiny_model("llama"), tiny_model("qwen3", seed=8)
+    target = tiny_model("llama")
+    small = tiny_model("qwen3", seed=8)
     engine = tiny_engine("llama", DraftModel(small), model=target, names=())
     requests = [request(str(i), [i + 2, 7, 7], temperature=0.7 * (i % 2), seed=i, k=1 + i % 4) for i in range(6)]
     out = run(engine, requests)

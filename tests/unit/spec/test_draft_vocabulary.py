@@ -30,7 +30,8 @@ def test_padding_changes_no_answer(models: dict[int, Path], draft: int, ops: str
     plain = LLM.load(str(models[288]), drafter="none", device="cpu", ops=ops)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True, seed=3)
-        got, want = drafting.generate(TEXT, params)[0], plain.generate(TEXT, params)[0]
+        got = drafting.generate(TEXT, params)[0]
+        want = plain.generate(TEXT, params)[0]
         assert got.token_ids == want.token_ids and got.stats.drafted > 0
     drawn = drafting.generate(TEXT, SamplingParams(max_tokens=24, temperature=1.5, ignore_eos=True))[
         0

@@ -18,7 +18,9 @@ from outrider.spec.mtp import MTPDrafter
 from outrider.spec.slot_sampling import sampling_batch
 from outrider.types import SamplingParams
 
-C, S, H = 64, 12, 16
+C = 64
+S = 12
+H = 16
 OPS = ReferenceOps()
 
 
@@ -28,7 +30,8 @@ class Head(MTPNet):
 
     def __init__(self, top: int) -> None:
         r = torch.Generator().manual_seed(3)
-        self.ops, self.config = OPS, SimpleNamespace(cluster_top=top, taps=(), target_hash=None)  # type: ignore[assignment]
+        self.ops = OPS  # type: ignore[assignment]
+        self.config = SimpleNamespace(cluster_top=top, taps=(), target_hash=None)  # type: ignore[assignment]
         self.centroids = torch.randn(C, H, generator=r)
         self.head = self.centroids[:, None] + 0.4 * torch.randn(C, S, H, generator=r)
         self.cluster_ids = torch.randperm(C * S, generator=r).view(C, S)
@@ -50,7 +53,8 @@ def batch(temperature: float, size: int = 200) -> DraftBatch:
     r = torch.Generator().manual_seed(4)
     params = [SamplingParams(temperature=temperature, seed=s) for s in range(size)]
     sampling = sampling_batch(params, [[]] * size, [[]] * size, C * S, "cpu")
-    last, length = torch.randint(0, C * S, (size,), generator=r), torch.arange(size) + 3
+    last = torch.randint(0, C * S, (size,), generator=r)
+    length = torch.arange(size) + 3
     features = torch.randn(size, H, generator=r)
     return DraftBatch([""] * size, [[]] * size, sampling, last, length, features, None, OPS)  # type: ignore[arg-type]
 
@@ -73,7 +77,8 @@ def test_noise_leads_to_the_clusters_that_hold_the_choice(monkeypatch: pytest.Mo
 
 
 def test_only_sampled_drafts_get_the_noise_of_clusters() -> None:
-    sampled, greedy = Head(6), Head(6)
+    sampled = Head(6)
+    greedy = Head(6)
     propose(sampled, batch(1.0))
     propose(greedy, batch(0.0))
     assert greedy.leans == [None] * 3

@@ -22,7 +22,8 @@ def test_finds_the_longest_match_at_every_step():
     for trial in range(30):
         base = [rng.randrange(50) for _ in range(40)]
         text = base + base[rng.randrange(20) :] + [rng.randrange(50) for _ in range(10)] + base[5:30]
-        index, tokens = NgramIndex(), []
+        index = NgramIndex()
+        tokens = []
         for step, token in enumerate(text):
             index.extend([token])
             tokens.append(token)
@@ -68,7 +69,8 @@ def test_work_per_token_is_bounded():
     """A constant text makes every chain as long as it gets: the steps of one proposal must not grow with it."""
 
     def steps(size: int) -> int:
-        index, count = NgramIndex([1, 1, 2] * size + [1]), 0
+        index = NgramIndex([1, 1, 2] * size + [1])
+        count = 0
         index.match()  # the text so far enters the tables once
         index.extend([1])
 

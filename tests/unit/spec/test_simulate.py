@@ -54,7 +54,8 @@ def test_fixed_k_is_counted_by_hand():
 
 
 def test_oracles_bound_every_fixed_policy():
-    cost, traces = MACHINES["two CPU cores"], synthetic(6, 3, copying=0.4)
+    cost = MACHINES["two CPU cores"]
+    traces = synthetic(6, 3, copying=0.4)
     for trace in traces:
         tries = {
             (n, k): replay([trace], Fixed(n, k), cost).seconds[trace.id] for n in ("mtp", "ngram") for k in (0, 1, 3, 8)
@@ -100,7 +101,8 @@ def test_no_batch_is_slower_than_plain(machine, batch):
 
 def test_a_wrong_table_is_mended_while_running():
     """Measured while another program was busy: K looks three times dearer than it is."""
-    truth, wrong = MACHINES["GPU"], linear(18e-3, 20e-3, {"mtp": 4.2e-4})
+    truth = MACHINES["GPU"]
+    wrong = linear(18e-3, 20e-3, {"mtp": 4.2e-4})
     traces = synthetic(30, 12, (200, 300), easiness=(0.7, 0.9))
     ours = replay(traces, Controller(wrong, ("mtp",)), truth, noise=0.03)
     plain = replay(traces, Fixed(None, 0), truth)
@@ -153,11 +155,13 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
     """A real drafter with its confidences. The card comes from one half of the prompts and is held against the other,
     which come in several orders: what a prompt loses depends on a few coin tosses (its shortest answers have 11
     tokens), so the mean counts."""
-    traces, cost = list(read_traces(RECORDED)), measured()
+    traces = list(read_traces(RECORDED))
+    cost = measured()
     by_prompt: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
     for order in range(8):
-        half, shuffled = order % 2, random.Random(order)
+        half = order % 2
+        shuffled = random.Random(order)
         card = measure_card([t for i, t in enumerate(traces) if i % 2 != half], "")
         judged = [t for i, t in enumerate(traces) if i % 2 == half]
         shuffled.shuffle(judged)
@@ -178,13 +182,15 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
 
 
 def test_without_a_card_it_learns_the_same():
-    traces, cost = list(read_traces(RECORDED)), measured()
+    traces = list(read_traces(RECORDED))
+    cost = measured()
     found = compare(traces, cost, fresh(cost), noise=0.03)
     assert found.of_static >= 0.95 and found.of_best_fixed >= 1.0
 
 
 def test_a_card_that_praises_a_broken_drafter_costs_less_than_three_percent():
-    traces, cost = list(read_traces(RECORDED)), measured()
+    traces = list(read_traces(RECORDED))
+    cost = measured()
     card = measure_card(traces, "")
     sure = random.Random(3)
     lies = [

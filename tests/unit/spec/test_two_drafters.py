@@ -17,7 +17,8 @@ VERIFY = {(b, c): [10e-3 + 1e-4 * b * (k + 1) for k in range(CURVE_LENGTH)] for 
 
 def table(per_token: float, per_pass: float) -> CostTable:
     """An MTP drafter takes `per_token` for each token, a block drafter `per_pass` whatever K."""
-    mtp, block = [per_token * k for k in range(CURVE_LENGTH)], [0.0, *[per_pass] * (CURVE_LENGTH - 1)]
+    mtp = [per_token * k for k in range(CURVE_LENGTH)]
+    block = [0.0, *[per_pass] * (CURVE_LENGTH - 1)]
     return CostTable(VERIFY, {"mtp": {1: mtp, 4: mtp}, "dflash": {1: block, 4: block}})
 
 

@@ -83,7 +83,8 @@ def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
 
 
 def test_a_longer_file_keeps_no_prompt_that_a_run_with_the_shorter_one_learnt_from() -> None:
-    short, rest = prompts(100), prompts(160, vocab=63)
+    short = prompts(100)
+    rest = prompts(160, vocab=63)
     both = Sequences.join([short, rest])
     order = np.random.default_rng(1).permutation(len(both))
     held = {short[i].tobytes() for i in heldout_prompts(short, 15)}
@@ -120,8 +121,13 @@ def test_answering_goes_on_where_it_was(
     tmp_path: Path, whole: dict[tuple[int, int], list[int]], cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C and the clock keep half an answer too; a crash keeps what was written, minus a torn last line."""
-    path, stop, engine, tasks = tmp_path / "answers.jsonl", Stop(), tiny_engine(max_batch=4), plan()
-    real, steps, now = engine.step, 0, [0.0]
+    path = tmp_path / "answers.jsonl"
+    stop = Stop()
+    engine = tiny_engine(max_batch=4)
+    tasks = plan()
+    real = engine.step
+    steps = 0
+    now = [0.0]
     monkeypatch.setattr("outrider.train.answers.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step():  # type: ignore[no-untyped-def]
@@ -170,14 +176,16 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 
 def test_an_answering_engine_takes_a_third_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, asked = tiny_engine().model.config, list[LoadSettings]()
+    config = tiny_engine().model.config
+    asked = list[LoadSettings]()
 
     def load(name: str, settings: LoadSettings, **_: object) -> SimpleNamespace:
         asked.append(settings)
         return SimpleNamespace(engine=SimpleNamespace())
 
     monkeypatch.setattr(answers.LLM, "load", load)
-    page, known = EngineConfig().page_size, Described("tiny", None, config, None, "")  # type: ignore[arg-type]
+    page = EngineConfig().page_size  # type: ignore[arg-type]
+    known = Described("tiny", None, config, None, "")  # type: ignore[arg-type]
     monkeypatch.setattr(
         answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4)
     )  # 12 sequences in a third

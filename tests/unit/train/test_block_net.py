@@ -55,7 +55,8 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
     if window is not None:
         first = replace(config.layers[0], attn=replace(config.layers[0].attn, window=window))
         config = replace(config, layers=(first, *config.layers[1:]), causal=(True, False))
-    net, data = random_net(config, model), sequences()
+    net = random_net(config, model)
+    data = sequences()
     batch = make_batch(data, np.arange(2), 4, share=0.6, seed=(1,))
     seen = capture(model, batch.ids, net.taps)
     made = [g.detach() for g in net.unroll(net.cast(torch.float32), model, seen, batch, 4)]
@@ -71,7 +72,8 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
             wanted = run.backbone(ids, context_of(run, streams), torch.tensor([a + 1]))[0, 1:]
         else:
             kv = context_of(run, [s[:a] for s in streams], batch.ids[b, 1 : a + 1])
-            feature, steps = run.context([s[a:] for s in streams]), []
+            feature = run.context([s[a:] for s in streams])
+            steps = []
             own = run.rows(run.layers[0], feature, torch.tensor([a]), 4)
             for j in range(1, 5):
                 token = batch.ids[b, min(a + j, batch.ids.shape[1] - 1)][None]

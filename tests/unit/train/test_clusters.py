@@ -93,7 +93,9 @@ def test_clusters_by_use_hold_more_of_a_draw() -> None:
     """Catches: profiles of the wrong axis, bands that lose or repeat tokens. Tokens used together need not look
     alike."""
     r = torch.Generator().manual_seed(0)
-    topics, vocab, clusters = 8, 128, 16
+    topics = 8
+    vocab = 128
+    clusters = 16
     topic = torch.randint(topics, (vocab,), generator=r)
     head = torch.cat((torch.randn(vocab, 24, generator=r), 3 * torch.nn.functional.one_hot(topic, topics).float()), 1)
     g = torch.cat(
@@ -114,11 +116,9 @@ def test_clusters_by_use_hold_more_of_a_draw() -> None:
 
 
 def test_a_pull_reaches_the_drafter() -> None:
-    g, c, label = (
-        torch.randn(5, 4, requires_grad=True),
-        torch.randn(3, 4, requires_grad=True),
-        torch.tensor([0, 1, 2, 0, 1]),
-    )
+    g = torch.randn(5, 4, requires_grad=True)
+    c = torch.randn(3, 4, requires_grad=True)
+    label = torch.tensor([0, 1, 2, 0, 1])
     cluster_loss(g, c, label).backward()
     assert g.grad is None and c.grad is not None
     cluster_loss(g, c, label, 1.0).backward()

@@ -15,7 +15,8 @@ from outrider.types import OutriderError
 
 def some(count: int = 40, seed: int = 0) -> Sequences:
     rng = np.random.default_rng(seed)
-    given, made = rng.integers(1, 30, count), rng.integers(0, 20, count)
+    given = rng.integers(1, 30, count)
+    made = rng.integers(0, 20, count)
     return Sequences.of(
         [rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200
     )
@@ -60,7 +61,8 @@ def test_sequences_come_back_whole(tmp_path: Path) -> None:
 
 def test_anchors_and_what_they_are_compared_with() -> None:
     """By the definition: from anchor a, step j is fed token a + j and judged by the target's distribution there."""
-    data, steps = some(12), 3
+    data = some(12)
+    steps = 3
     which = np.nonzero(data.lengths - data.prompts >= 2)[0]
     batch = make_batch(data, which, steps)
     width = batch.ids.shape[1]
@@ -87,9 +89,11 @@ def test_an_epoch_takes_every_sequence_once() -> None:
     plan = plan_epoch(data, 300, 900, seed=3, epoch=0)
     assert sorted(int(i) for b in plan for i in b) == sorted(usable) and len(plan) > 5
     for b in plan:
-        longest, shortest = int(data.lengths[b].max()), int(data.prompts[b].min()) - 1
+        longest = int(data.lengths[b].max())
+        shortest = int(data.prompts[b].min()) - 1
         assert len(b) == 1 or (len(b) * (longest - shortest) <= 300 and len(b) * longest <= 900)
-    again, other = plan_epoch(data, 300, 900, 3, 0), plan_epoch(data, 300, 900, 3, 1)
+    again = plan_epoch(data, 300, 900, 3, 0)
+    other = plan_epoch(data, 300, 900, 3, 1)
     assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
     assert [b.tolist() for b in other] != [b.tolist() for b in plan]
     with pytest.raises(OutriderError, match="nothing to learn from"):

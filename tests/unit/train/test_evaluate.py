@@ -18,13 +18,15 @@ def test_the_walk_visits_what_decoding_would(k: int) -> None:
     while at < 60:
         accepted = min(right[at], k)
         reached[:accepted] += 1
-        cycles, at = cycles + 1, at + accepted + 1
+        cycles = cycles + 1
+        at = at + accepted + 1
     tokens, walked, by_position = walk(right, k)
     assert (tokens, walked) == (60, cycles) and by_position.tolist() == reached.tolist()
 
 
 def test_summary_weighs_tokens_and_categories() -> None:
-    perfect, hopeless = np.array([4, 3, 2, 1, 0]), np.zeros(5, dtype=int)
+    perfect = np.array([4, 3, 2, 1, 0])
+    hopeless = np.zeros(5, dtype=int)
     result = summary([perfect, hopeless], ["a", "b"], most=6)
     assert result["by_category"] == {"a": 5.0, "b": 1.0}
     assert result["tokens_per_cycle"][4] == round(10 / 6, 4) and result["tokens_per_cycle"][1] == round(10 / 8, 4)

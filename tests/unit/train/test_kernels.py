@@ -19,12 +19,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_head_terms_with_a_mix_a_row() -> None:
     """Catches: a mix read from the wrong row, the end of the vocabulary inside a block."""
     r = torch.Generator().manual_seed(0)
-    z, logp = torch.randn(6, 83, generator=r) * 2, (2 * torch.randn(4, 83, generator=r)).log_softmax(-1)
-    rows, weight, mix = torch.randint(4, (6,), generator=r), torch.rand(6, generator=r), torch.rand(6, 3, generator=r)
+    z = torch.randn(6, 83, generator=r) * 2
+    logp = (2 * torch.randn(4, 83, generator=r)).log_softmax(-1)
+    rows = torch.randint(4, (6,), generator=r)
+    weight = torch.rand(6, generator=r)
+    mix = torch.rand(6, 3, generator=r)
     mix[0, 2:] = 0
     best = logp.argmax(-1)
     *want, grad = row_terms(z, logp[rows], best[rows], weight, mix)
-    got, terms = z.to(DEVICE), torch.empty(6, 3, device=DEVICE)
+    got = z.to(DEVICE)
+    terms = torch.empty(6, 3, device=DEVICE)
     head_terms(got, *(x.to(DEVICE) for x in (logp, best, rows, weight, mix)), terms)
     torch.testing.assert_close(got.cpu(), grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(terms.cpu(), torch.stack(want, 1), rtol=1e-4, atol=1e-5)
@@ -33,7 +37,8 @@ def test_head_terms_with_a_mix_a_row() -> None:
 def test_rotation_of_a_slice() -> None:
     """Catches: strides of a slice of qkv, heads that are no power of two."""
     r = torch.Generator().manual_seed(1)
-    qkv, angle = torch.randn(5, 7, 8, generator=r), torch.randn(5, 4, generator=r)
+    qkv = torch.randn(5, 7, 8, generator=r)
+    angle = torch.randn(5, 4, generator=r)
     want = plain_rotate(qkv[:, 3:6], angle.cos(), angle.sin())
     got = turn(qkv[:, 3:6].to(DEVICE), angle.cos().to(DEVICE), angle.sin().to(DEVICE), 1.0)
     torch.testing.assert_close(got.cpu(), want)
@@ -42,12 +47,11 @@ def test_rotation_of_a_slice() -> None:
 def test_rotation_and_its_gradient() -> None:
     """Catches: the period of the angles, the direction of the way back, gradients in another layout."""
     r = torch.Generator().manual_seed(2)
-    x, up, angle = (
-        torch.randn(10, 3, 8, generator=r),
-        torch.randn(3, 10, 8, generator=r),
-        torch.randn(5, 4, generator=r),
-    )
-    mine, theirs = x.clone().to(DEVICE).requires_grad_(), x.clone().requires_grad_()
+    x = torch.randn(10, 3, 8, generator=r)
+    up = torch.randn(3, 10, 8, generator=r)
+    angle = torch.randn(5, 4, generator=r)
+    mine = x.clone().to(DEVICE).requires_grad_()
+    theirs = x.clone().requires_grad_()
     want = plain_rotate(theirs, angle.cos().repeat(2, 1), angle.sin().repeat(2, 1)).transpose(0, 1)
     got = Rotate.apply(mine, angle.cos().to(DEVICE), angle.sin().to(DEVICE)).transpose(0, 1)
     torch.testing.assert_close(got.cpu(), want)
@@ -72,14 +76,16 @@ def test_four_bits_are_those_of_the_cpu() -> None:
 def test_four_bits_of_all_matrices_at_once() -> None:
     """Catches: a matrix that gets its neighbour's blocks or gradient."""
     r = torch.Generator().manual_seed(4)
-    shapes, ups = [(3, 64), (1, 32), (5, 96)], []
+    shapes = [(3, 64), (1, 32), (5, 96)]
+    ups = []
     mine, theirs = (
         [w.clone().requires_grad_() for w in [torch.randn(s, generator=r) for s in shapes]] for _ in range(2)
     )
     for a, b in zip(mine, theirs, strict=True):
         b.data.copy_(a.data)
         ups.append(torch.randn(a.shape, generator=r).bfloat16())
-    got, want = four_bits_all(mine, torch.bfloat16), [four_bits(w).to(torch.bfloat16) for w in theirs]
+    got = four_bits_all(mine, torch.bfloat16)
+    want = [four_bits(w).to(torch.bfloat16) for w in theirs]
     torch.autograd.backward(got, ups)
     torch.autograd.backward(want, ups)
     for a, b, x, y in zip(got, want, mine, theirs, strict=True):

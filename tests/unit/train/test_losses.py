@@ -18,7 +18,9 @@ def reference(
     g: torch.Tensor, head: torch.Tensor, teacher: Teacher, rows: torch.Tensor, weight: torch.Tensor, mix: LossMix
 ):
     logq = (g @ head.T).log_softmax(-1)
-    p, q, best = teacher.logp[rows].exp(), logq.exp(), teacher.best[rows]
+    p = teacher.logp[rows].exp()
+    q = logq.exp()
+    best = teacher.best[rows]
     accept = torch.minimum(p, q).sum(-1)
     loss = mix.soft * -(p * logq).sum(-1) + mix.tv * 0.5 * (p - q).abs().sum(-1)
     loss = loss + mix.hard * -logq.gather(1, best[:, None])[:, 0]
@@ -29,13 +31,12 @@ def reference(
 def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "CPU_CHUNK_BYTES", 8 * 37 * 3)  # several chunks, the last one short
     r = torch.Generator().manual_seed(0)
-    g, head = torch.randn(10, 6, generator=r).requires_grad_(), torch.randn(37, 6, generator=r).requires_grad_()
+    g = torch.randn(10, 6, generator=r).requires_grad_()
+    head = torch.randn(37, 6, generator=r).requires_grad_()
     logp = (2 * torch.randn(5, 37, generator=r)).log_softmax(-1)
-    teacher, rows, weight = (
-        Teacher(logp, logp.argmax(-1)),
-        torch.randint(5, (10,), generator=r),
-        torch.rand(10, generator=r),
-    )
+    teacher = Teacher(logp, logp.argmax(-1))
+    rows = torch.randint(5, (10,), generator=r)
+    weight = torch.rand(10, generator=r)
     want = reference(g, head, teacher, rows, weight, mix)
     want_grads = torch.autograd.grad(3 * want[0], (g, head))
     got = head_loss(g, head, teacher, rows, weight, mix.rows(10, g.device))
@@ -46,7 +47,8 @@ def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     logp = torch.zeros(1, 5).log_softmax(-1)
-    g, head = torch.randn(1, 3, requires_grad=True), torch.randn(5, 3)
+    g = torch.randn(1, 3, requires_grad=True)
+    head = torch.randn(5, 3)
     head_loss(
         g,
         head,
@@ -80,8 +82,10 @@ def test_some_scored_tokens_stand_for_all() -> None:
     """Everything that must be scored is, rising and once; the random ones weigh as many as they stand for, so that the
     loss over a part of the vocabulary is about the loss over all of it."""
     r = torch.Generator().manual_seed(0)
-    vocab, hidden = 4000, 16
-    head, states = torch.randn(vocab, hidden, generator=r) * 0.5, torch.randn(60, hidden, generator=r)
+    vocab = 4000
+    hidden = 16
+    head = torch.randn(vocab, hidden, generator=r) * 0.5
+    states = torch.randn(60, hidden, generator=r)
     states = states * 4
     z = states @ head.T
     said = torch.randint(vocab, (50,), generator=r)
@@ -93,9 +97,12 @@ def test_some_scored_tokens_stand_for_all() -> None:
     model = SimpleNamespace(
         head=head, config=SimpleNamespace(vocab_size=vocab, softcap=None), logits=lambda h: h @ head.T
     )
-    part, whole = Teacher.of(model, states, torch.float32, scored), Teacher.of(model, states, torch.float32)  # type: ignore[arg-type]
+    part = Teacher.of(model, states, torch.float32, scored)  # type: ignore[arg-type]
+    whole = Teacher.of(model, states, torch.float32)  # type: ignore[arg-type]
     assert ids[part.best].equal(whole.best)
-    g, rows, weight = states + 0.5 * torch.randn(60, hidden, generator=r), torch.arange(60), torch.ones(60)
+    g = states + 0.5 * torch.randn(60, hidden, generator=r)
+    rows = torch.arange(60)
+    weight = torch.ones(60)
     some, alpha, hit = head_loss(g, scored.rows(head), part, rows, weight, LossMix().rows(60, g.device), scored.bias)
     every, alpha_all, hit_all = head_loss(g, head, whole, rows, weight, LossMix().rows(60, g.device))
     torch.testing.assert_close(some, every, rtol=0.03, atol=0)
@@ -105,8 +112,10 @@ def test_some_scored_tokens_stand_for_all() -> None:
 
 def test_drawn_rows_stand_for_all() -> None:
     """Over where the marks begin, every row counts once on average, whatever its weight; heavy rows come more often."""
-    weight, value = torch.tensor([0.1, 2.0, 0.4, 0.4, 1.1, 0.05]), torch.tensor([3.0, -1.0, 2.0, 0.5, 4.0, 7.0])
-    sums, often = [], torch.zeros(6)
+    weight = torch.tensor([0.1, 2.0, 0.4, 0.4, 1.1, 0.05])
+    value = torch.tensor([3.0, -1.0, 2.0, 0.5, 4.0, 7.0])
+    sums = []
+    often = torch.zeros(6)
     for n in range(2000):
         some, scale = drawn(weight, 3, (n + 0.5) / 2000)
         sums.append((value[some] * scale).sum())

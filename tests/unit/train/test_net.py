@@ -43,7 +43,8 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
     """Catches: anchors off by one, another rotary position, keys beyond the anchor, windows, taps of the wrong
     position."""
     config, weights, _ = load_target(str(tiny.write_target(name, tmp_path)), "cpu", torch.float32)
-    dense, paged = TextModel(config, weights, DenseOps()), TextModel(config, weights, ReferenceOps())
+    dense = TextModel(config, weights, DenseOps())
+    paged = TextModel(config, weights, ReferenceOps())
     ids = torch.randint(6, tiny.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     for drafter in designs(config):
         own = dummy_weights(drafter, "cpu", torch.float32, seed=3)
@@ -53,7 +54,8 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
         net = DrafterModule(drafter, config)
         net.load(own)
         seen = capture(dense, ids, drafter.taps)
-        first, steps = 7, 3
+        first = 7
+        steps = 3
         data = Sequences.of(ids.numpy(), [first + 1] * 2, range(2), [True] * 2, tiny.VOCAB)
         batch = make_batch(data, np.arange(2), steps, multiple=1)
         assert batch.first == first
@@ -92,7 +94,8 @@ def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
     batch = make_batch(data, np.array([2, 0, 1]), 2)
     fresh, kept = (Recorder(model, data, (0, 2), (1,), keep) for keep in (False, True))
     for _ in range(2):  # the second time from memory
-        a, b = fresh.take(batch), kept.take(batch)
+        a = fresh.take(batch)
+        b = kept.take(batch)
         assert fresh.likely(batch, a).equal(kept.likely(batch, b))
         for row, i in enumerate(batch.which):
             n = int(data.lengths[i])
@@ -154,9 +157,11 @@ def test_biases_of_the_target_go_into_the_queries(tmp_path: Path) -> None:
     batch = make_batch(Sequences.of(ids, [2], [0], [True], tiny.VOCAB), np.array([0]), 1)
     streams = capture(model, batch.ids, (0, 1)).taps
     at = batch.anchors[0] + batch.first
-    wanted, before = [], [net.weight(f"layers.{i}.qkv").clone() for i in range(2)]
+    wanted = []
+    before = [net.weight(f"layers.{i}.qkv").clone() for i in range(2)]
     for i, read in enumerate((1, 2)):
-        block, count = model.blocks[read], net.layers[i].attn.heads * net.layers[i].attn.head_dim
+        block = model.blocks[read]
+        count = net.layers[i].attn.heads * net.layers[i].attn.head_dim
         x = torch.nn.functional.rms_norm(streams[i][0, at], (config.hidden,), block.attn_norm, config.norm_eps)
         assert block.qkv_bias is not None
         wanted.append((x, x @ before[i].T + block.qkv_bias[:count]))

@@ -13,7 +13,8 @@ def test_muon_takes_the_step_of_earlier_versions() -> None:
     r = torch.Generator().manual_seed(0)
     for shape in ((20, 20), (40, 16), (16, 40)):
         weight = nn.Parameter(torch.randn(shape, generator=r))
-        before, (muon,) = weight.detach().clone(), make_optimizers({"pre": weight}, 0.1, 0.01, muon=True)
+        before = weight.detach().clone()
+        (muon,) = make_optimizers({"pre": weight}, 0.1, 0.01, muon=True)
         weight.grad = torch.randn(shape, generator=r) * 7
         muon.step()
         step = (before * (1 - 0.1 * 0.01) - weight.detach()) / (0.1 * 0.2 * max(shape) ** 0.5)

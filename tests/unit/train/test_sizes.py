@@ -72,14 +72,16 @@ HALF_JOB = TrainConfig("", Path(), Path(), dtype="bfloat16")
 
 
 def sizes(free: int, cuda: bool = False, rate: float = 1e11, tokens: int = 40_000, anchors: int | None = None) -> Sizes:
-    work, speed = Work.of(drafter(), HALF, 5, 2), MachineSpeed(rate / EFFICIENCY, 1e10)
+    work = Work.of(drafter(), HALF, 5, 2)
+    speed = MachineSpeed(rate / EFFICIENCY, 1e10)
     asked = replace(HALF_JOB, device="cuda" if cuda else "cpu", batch_anchors=anchors)
     return choose_sizes(asked, work, HALF.vocab_size, speed, tokens, free)
 
 
 def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
     """Half a billion weights on two cores: 16,384 anchors over the whole vocabulary took 22 GB and minutes a step."""
-    work, small = Work.of(drafter(), HALF, 5, 2), sizes(20 << 30)
+    work = Work.of(drafter(), HALF, 5, 2)
+    small = sizes(20 << 30)
     assert small.scored == CPU_SCORED and small.keep and FEWEST_ANCHORS <= small.anchors <= 2048
     assert small.anchors * work.anchor_bytes(small.scored, 2) < 2 << 30
     assert 0.5 < small.anchors * work.anchor(small.scored, True) / 1e11 < 2.5
@@ -108,7 +110,8 @@ def test_the_upper_layers_are_read() -> None:
 
 
 def costs(rate: float = 1e11, pair: float = 0.0) -> RunCosts:
-    speed, work = MachineSpeed(rate, 1e10, pair), Work.of(drafter(), HALF, 5, 2)
+    speed = MachineSpeed(rate, 1e10, pair)
+    work = Work.of(drafter(), HALF, 5, 2)
     chosen = RunPlan(drafter(), work, speed, sizes(20 << 30, rate=EFFICIENCY * rate))
     stored = StoredSize(parameters=500_000_000, total=5e8, token=5e8)
     return RunCosts.of(job(unroll=5, device="cpu"), chosen, HALF, stored, 10_000)
@@ -117,10 +120,12 @@ def costs(rate: float = 1e11, pair: float = 0.0) -> RunCosts:
 def test_what_the_loss_does_beside_products_is_foreseen() -> None:
     """Catches: fast products and a forecast of seven times the steps, since the loss's passes over the vocabulary were
     not counted; they make batches smaller, too."""
-    fast, here = costs(1e12), costs(1e12, pair=2e-8)
+    fast = costs(1e12)
+    here = costs(1e12, pair=2e-8)
     chosen = sizes(20 << 30, rate=EFFICIENCY * 1e12)
     assert here.step - fast.step == pytest.approx(SUSTAINED * chosen.anchors * 5 * CPU_SCORED * 2e-8)
-    work, speed = Work.of(drafter(), HALF, 5, 2), MachineSpeed(1e12, 1e10, 2e-8)
+    work = Work.of(drafter(), HALF, 5, 2)
+    speed = MachineSpeed(1e12, 1e10, 2e-8)
     less = choose_sizes(HALF_JOB, work, HALF.vocab_size, speed, 40_000, 20 << 30)
     assert less.anchors < chosen.anchors
 
@@ -130,7 +135,9 @@ class Machine:
     for 1 / share - 1 of that in between."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float):
-        self.share, self.used, self.calls = share, 0.0, 0
+        self.share = share
+        self.used = 0.0
+        self.calls = 0
         monkeypatch.setattr(time, "perf_counter", lambda: self.used / share)
         monkeypatch.setattr(time, "process_time", lambda: torch.get_num_threads() * self.used)
 
@@ -160,7 +167,8 @@ def test_a_load_that_may_pass_is_no_reason_to_refuse() -> None:
     """Catches: `--minutes 14` refused since a step would have taken 29 s while other processes had the machine."""
     idle = costs(1e11)
     parts = {name: getattr(idle, name) / 0.05 for name in ("load", "start", "answer", "capture", "step", "evaluate")}
-    busy, minutes = replace(idle, **parts, share=0.05), least_minutes(idle, 0.0)
+    busy = replace(idle, **parts, share=0.05)
+    minutes = least_minutes(idle, 0.0)
     assert busy.idle.step == pytest.approx(idle.step)
     line = check(busy, minutes, 0.0)
     assert line.startswith("other processes use 95% of this machine") and "too few to learn from" in line

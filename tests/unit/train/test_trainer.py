@@ -91,7 +91,8 @@ def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: P
 def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
     """Catches: a run that a signal could not end while the drafter it starts from was evaluated, 23 minutes on a busy
     machine."""
-    run, asked = made(tmp_path / "target", tmp_path), iter([False, True])
+    run = made(tmp_path / "target", tmp_path)
+    asked = iter([False, True])
     run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, run.net, run.data, 0.0, lambda: next(asked)))
     run.judge()  # halted at its first batch
     assert list(asked) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
@@ -114,7 +115,8 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
     tmp_path: Path, best: int, every: int, loaded: bool
 ) -> None:
     run = made(tmp_path / "target")
-    run.progress.step, net = 100, run.net
+    run.progress.step = 100
+    net = run.net
     trainer.write(
         tmp_path / "best.pt",
         {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0},

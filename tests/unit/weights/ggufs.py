@@ -90,7 +90,8 @@ def _gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     per = config.per_layer_config
     sliding, full = (config.layer_types.index(k) for k in ("sliding_attention", "full_attention"))
     writer.add_head_count_kv([p.num_key_value_heads for p in per])
-    wide, shared = config.intermediate_size, getattr(config, "num_kv_shared_layers", 0)
+    wide = config.intermediate_size
+    shared = getattr(config, "num_kv_shared_layers", 0)
     first = config.num_hidden_layers - shared
     double = 2 if getattr(config, "use_double_wide_mlp", False) else 1
     writer.add_feed_forward_length([wide * (double if i >= first else 1) for i in range(config.num_hidden_layers)])
@@ -126,7 +127,8 @@ def _tokenizer(writer: gguf.GGUFWriter, vocab: int, control: Mapping[int, str]) 
     tokens += [f"[PAD{i}]" for i in range(len(tokens), vocab)]
     kinds = [3] * 5 + [1] * 259 + [5] * (vocab - 264)
     for i, token in control.items():
-        tokens[i], kinds[i] = token, 3
+        tokens[i] = token
+        kinds[i] = 3
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)

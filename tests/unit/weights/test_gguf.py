@@ -34,7 +34,8 @@ ARCHS = {
 
 def make(name: str, path: Path, **options: Any) -> tuple[Any, Path]:
     model = tiny.target(name)
-    config, state = model.config.get_text_config(), model.state_dict()
+    config = model.config.get_text_config()
+    state = model.state_dict()
     if name in tiny.MULTIMODAL:
         state = {normalise(k): v for k, v in state.items() if ".language_model." in k}
     return model, ggufs.write(path, ARCHS.get(name, name), config, state, **options)
@@ -161,7 +162,8 @@ def test_llama3_rope_scaling_is_recovered_from_the_stored_factors(tmp_path: Path
         return tmp_path / "rope.gguf"
 
     inv = 500000.0 ** (-np.arange(0, 128, 2) / 128)
-    wave, factors = 2 * np.pi / inv, []
+    wave = 2 * np.pi / inv
+    factors = []
     for length in wave:  # as llama.cpp's converter writes them
         if length < 8192 / 4.0:
             factors.append(1.0)

@@ -49,7 +49,8 @@ def write(path: Path, layout: str, state: dict[str, Tensor], quantise: str | Non
     raw = LAYOUTS[layout]
     config = BlockConfig.from_hf(raw)
     arch = "eagle3" if config.kind == "eagle3" else "dflash"
-    attn, taps = config.layers[0].attn, [tap + 1 for tap in config.taps or ()]
+    attn = config.layers[0].attn
+    taps = [tap + 1 for tap in config.taps or ()]
     meta: dict[str, Any] = {
         "block_count": len(config.layers), "embedding_length": config.hidden, "vocab_size": VOCAB,
         "feed_forward_length": config.layers[0].intermediate, "attention.head_count": attn.heads,
@@ -97,7 +98,8 @@ def load(path: Path, target: Any) -> BlockNet:
 
 @pytest.mark.parametrize("layout", ["z-lab", "modelopt-dspark", "eagle3"])
 def test_the_network_of_the_same_checkpoint(tmp_path: Path, layout: str) -> None:
-    target, state = tiny_model("llama"), tensors(LAYOUTS[layout])
+    target = tiny_model("llama")
+    state = tensors(LAYOUTS[layout])
     extra = {"sample_from_anchor": True} if "dspark" in layout else {}
     want = net(tmp_path / "folder", LAYOUTS[layout], state, target)
     got = load(write(tmp_path / "d.gguf", layout, state, **extra), target)
@@ -110,7 +112,8 @@ def test_the_network_of_the_same_checkpoint(tmp_path: Path, layout: str) -> None
 
 
 def test_a_draft_reads_one_row_of_an_embedding_of_its_own(tmp_path: Path) -> None:
-    state, raw = tensors(LAYOUTS["z-lab"]), LAYOUTS["z-lab"]
+    state = tensors(LAYOUTS["z-lab"])
+    raw = LAYOUTS["z-lab"]
     table = torch.ones(VOCAB, raw["hidden_size"])
     sizes = []
     for name, held in (("without", state), ("with", {**state, "embed_tokens.weight": table})):
@@ -123,7 +126,8 @@ def test_a_draft_reads_one_row_of_an_embedding_of_its_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize("quantise", ["Q8_0", "Q4_1"])
 def test_quantised_files(tmp_path: Path, quantise: str) -> None:
     """Rows of 32 columns are whole blocks; what has none stays dense."""
-    target, state = tiny_model("llama"), tensors(LAYOUTS["eagle3"])
+    target = tiny_model("llama")
+    state = tensors(LAYOUTS["eagle3"])
     state = {k: v for k, v in state.items() if not k.endswith("down_proj.weight")} | {
         "layers.0.mlp.down_proj.weight": torch.randn(32, 64, generator=torch.Generator().manual_seed(1)),
         "layers.0.mlp.gate_proj.weight": torch.randn(64, 32, generator=torch.Generator().manual_seed(2)),

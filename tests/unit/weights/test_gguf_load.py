@@ -49,7 +49,8 @@ MOE = EDGE | dict(
 def test_matrices_in_16_bits_stay_so_and_change_no_bit(tmp_path: Path, fmt: str) -> None:
     """DeviceWeight in the file's 16 bits the CPU's answers are those of float32; a table that is only looked up stays
     in the file."""
-    ops, ids = CpuOps(threads=2), torch.arange(7) % 5
+    ops = CpuOps(threads=2)
+    ids = torch.arange(7) % 5
     write_gguf(tmp_path / "d.gguf", ModelConfig.from_hf(EDGE), fmt)
     config, held, _ = load_target(tmp_path / "d.gguf", ops=ops)
     wide = {n: ops.unpack(w) if isinstance(w, PackedWeight) else w for n, w in held.items()}
@@ -116,7 +117,8 @@ def test_tables_that_are_only_looked_up_stay_in_the_file(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q8_0"])
 def test_experts_stay_in_their_bits(tmp_path: Path, fmt: str) -> None:
-    path, ops = tmp_path / "d.gguf", CpuOps(threads=1)
+    path = tmp_path / "d.gguf"
+    ops = CpuOps(threads=1)
     write_gguf(path, ModelConfig.from_hf(MOE), fmt)
     config, weights, _ = load_target(path, "cpu", torch.float32, ops)
     dense = load_target(path, "cpu", torch.float32)[1]
@@ -147,7 +149,8 @@ def test_drafters_are_read_from_gguf(tmp_path: Path, old: bool) -> None:
         "rms_norm_eps": 2**-20,
     }
     raw |= {"backbone_hidden_size": 96, "num_centroids": 64, "centroid_intermediate_top_k": 32}
-    config, path = DrafterConfig.from_hf(raw), tmp_path / "t-assistant.gguf"
+    config = DrafterConfig.from_hf(raw)
+    path = tmp_path / "t-assistant.gguf"
     write_gguf(path, config, "q8_0")
     names = {t.name for t in reference.GGUFReader(path).tensors}
     assert {"nextn.pre_projection.weight", "masked_embd_ordering", "blk.3.layer_output_scale.weight"} <= names

@@ -35,7 +35,10 @@ def measure(folder: Path, dtype: str) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_peak_memory_of_loading_is_close_to_the_loaded_size(tmp_path: Path) -> None:
-    hidden, inter, vocab, layers = 1024, 4096, 40000, 3
+    hidden = 1024
+    inter = 4096
+    vocab = 40000
+    layers = 3
     config = dict(
         model_type="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=True,

@@ -28,7 +28,8 @@ FILE = "model.safetensors"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Tiny checkpoints, written once each."""
-    root, done = tmp_path_factory.mktemp("made"), {}
+    root = tmp_path_factory.mktemp("made")
+    done = {}
 
     def get(name: str) -> Path:
         if name not in done:
@@ -100,7 +101,8 @@ def test_kv_of_shared_layers_and_a_second_tied_head_are_tolerated(made: Callable
 
 
 def test_missing_left_over_and_wrongly_shaped_tensors_are_named(made: Callable[[str], Path], tmp_path: Path) -> None:
-    name, extra = "model.layers.2.mlp.up_proj.weight", "model.layers.3.extra.weight"
+    name = "model.layers.2.mlp.up_proj.weight"
+    extra = "model.layers.3.extra.weight"
 
     def changed(to: str, **changes: Tensor | None) -> Path:
         def change(tensors: dict[str, Tensor]) -> None:

@@ -21,7 +21,9 @@ from outrider.weights import hub
 from outrider.weights.load import load_target
 from outrider.weights.sizes import LAYOUTS, layout_of, stored_size
 
-ROWS, COLUMNS = 200, 768  # rows that are no whole tiles of 64
+# rows that are no whole tiles of 64
+ROWS = 200
+COLUMNS = 768
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -53,7 +55,8 @@ def test_a_format_in_a_gpus_memory(format: Format) -> None:
         made = Weight(
             format, made.shape, {**made.tensors, "zero": torch.ones_like(made.tensors["scale"], dtype=torch.uint8)}
         )
-    held, layout = repack(made), layout_of(format)
+    held = repack(made)
+    layout = layout_of(format)
     assert held is not None and layout is not None
     factors = (
         4 * 256 if isinstance(format, NvFp4Format) or format == Float8Format(128) else 0

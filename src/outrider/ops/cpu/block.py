@@ -30,25 +30,33 @@ UNREAD = 32  # rows of a sequence that are kept until they are read: their proje
 class CpuBlock:
     def __init__(self, ops: CpuOps, net: Any, stack: Stack):
         config = net.config
-        self.ops, self.stack, self.keep, self.taps = ops, stack, net, config.taps
+        self.ops = ops
+        self.stack = stack
+        self.keep = net
+        self.taps = config.taps
         self.one_pass = config.kind != "eagle3" and not config.conv_taps  # `backbone` works
         # a draft's tokens do not depend on each other: `CpuCycle` can draft
         self.drafts = self.one_pass and not (config.selector_rank or config.markov_rank or config.confidence)
         head = net.head if net.head is not None else net.target.head
         c = self.c = CBlockNet(fc=c_weight(net.fc), head=c_weight(head), streams=len(config.taps))
         c.call.stack = at(stack.c)
-        c.hidden_norm, c.input_norm, c.ids = at(net.hidden_norm), at(net.input_norm), at(net.ids)
+        c.hidden_norm = at(net.hidden_norm)
+        c.input_norm = at(net.input_norm)
+        c.ids = at(net.ids)
         if config.kind == "eagle3":
             c.token_norm = at(net.layers[0].attn_norm)
         if net.fc_norms:
             self.fc_norms = (c_void_p * len(net.fc_norms))(*map(at, net.fc_norms))
             c.fc_norms = at(self.fc_norms)
-        c.mask, c.first = config.mask_id, 0 if config.from_anchor else 1
+        c.mask = config.mask_id
+        c.first = 0 if config.from_anchor else 1
         c.block = 0 if all(config.causal) else config.block
-        c.scale, c.cap = config.output_scale, config.softcap or 0.0
+        c.scale = config.output_scale
+        c.cap = config.softcap or 0.0
 
     def write_context(self, streams: Sequence[Tensor], kv: KVView, following: Tensor) -> None:
-        batch, following = CBatchBuffers(kv, self.ops.pages(kv)), following.contiguous()
+        batch = CBatchBuffers(kv, self.ops.pages(kv))
+        following = following.contiguous()
         pointers = (c_void_p * len(streams))(*map(at, streams))
         self.ops.lib.or_block_context(self.ops.pool, self.c, batch.c, at(pointers), at(following))
 
@@ -64,7 +72,8 @@ class UnreadRows:
 
     def __init__(self, block: CpuBlock, cache: KVPages, pages: CPages, batch: Structure):
         """batch: whole tables, by slot."""
-        self.ops, slots = block.ops, next(iter(cache.tables.values())).shape[0]
+        self.ops = block.ops
+        slots = next(iter(cache.tables.values())).shape[0]
         self.net = CBlockNet.from_buffer_copy(block.c)  # a copy: this one reads this cache
         self.net.call.batch = batch
         self.states = torch.empty((slots, UNREAD, block.c.fc.k))
@@ -92,7 +101,9 @@ def block_view(kv: KVView, start: Tensor, count: int) -> KVView:
 
 
 def compile_block(ops: CpuOps, net: Any) -> CpuBlock | None:
-    config, target, layers = net.config, net.target, net.layers
+    config = net.config
+    target = net.target
+    layers = net.layers
     dense = lambda w: c_weight(w).kind == PackedKind.DENSE  # noqa: E731
     same_input = all(dense(layer.q) == dense(layer.kv) for layer in layers)  # quantised, or as it is
     whole = target.together.tp.world == 1 or (net.table is not None and net.head is not None)
@@ -112,7 +123,9 @@ def compile_block(ops: CpuOps, net: Any) -> CpuBlock | None:
     for c, layer in zip(stack.layers, layers, strict=True):
         bias = None if layer.kv_bias is None else floats(layer.kv_bias)
         stack.keep.append(bias)
-        c.attn, c.kv, c.kv_bias = c_block_spec(layer.attn), c_weight(layer.kv), at(bias)
+        c.attn = c_block_spec(layer.attn)
+        c.kv = c_weight(layer.kv)
+        c.kv_bias = at(bias)
     stack.c.embed = c_weight(table)
     scale = target.config.embed_scale if config.embed_scale is None else config.embed_scale
     stack.c.embed_scale = table_scale(table, scale)

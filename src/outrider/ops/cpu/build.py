@@ -154,7 +154,8 @@ def compiler() -> str:
 def shared_object(isa: str | None = None) -> Path:
     """The path of the built library: for this processor, or for a lower level if the compiler does not support it yet.
     An explicit level, here or by OUTRIDER_CPU_ISA, is used or refused."""
-    levels, isa = runnable(), isa or os.environ.get("OUTRIDER_CPU_ISA") or None
+    levels = runnable()
+    isa = isa or os.environ.get("OUTRIDER_CPU_ISA") or None
     if isa is not None:
         if isa not in FLAGS:
             raise BuildError(f"unknown level {isa!r}; known: {', '.join(FLAGS)}")
@@ -205,7 +206,8 @@ def build(isa: str) -> Path:
 
 
 def compile_to(target: Path, isa: str) -> None:
-    cc, folder = compiler(), target.parent
+    cc = compiler()
+    folder = target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("build-*"):  # by builds that were killed
@@ -213,7 +215,8 @@ def compile_to(target: Path, isa: str) -> None:
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
                     shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
-            made, library = [f"{scratch}/{name}.o" for name in UNITS], f"{scratch}/kernels.so"
+            made = [f"{scratch}/{name}.o" for name in UNITS]
+            library = f"{scratch}/kernels.so"
             flags = [*COMMON.split(), *FLAGS[isa].split()]
             _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, made)], scratch)
             _run([[cc, *flags, "-shared", *made, "-o", library, "-lm"]], scratch)
@@ -228,7 +231,8 @@ def compile_to(target: Path, isa: str) -> None:
 def _run(commands: list[list[str]], folder: str) -> None:
     """Runs compilers in parallel; the first failure is the error. Each has its own process group, so that what it
     started ends with it."""
-    env, running = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}, list[subprocess.Popen[str]]()
+    env = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}
+    running = list[subprocess.Popen[str]]()
     limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
     start = functools.partial(
         subprocess.Popen[str], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0

@@ -24,7 +24,9 @@ from .lowrank import PassAdapters
 from .packing import c_weight
 
 ASKED = Struct("=qqdddiiiiiiiiii")  # CycleRequest in cycle.h
-STEPS, VERIFIED = Struct("=32xd"), Struct("=44xi4xi")  # its output fields: steps; k and accepted
+# its output fields: steps; k and accepted
+STEPS = Struct("=32xd")
+VERIFIED = Struct("=44xi4xi")
 
 
 class CpuCycle:
@@ -42,14 +44,20 @@ class CpuCycle:
         block: CpuBlock | None = None,
     ):
         """block: of a drafter that reads all rows; `unread` is what it has not yet read."""
-        ops, config = model.ops, model.config
-        self.ops, self.drafter, self.hidden, self.vocab = ops, drafter, config.hidden, config.vocab_size
+        ops = model.ops
+        config = model.config
+        self.ops = ops
+        self.drafter = drafter
+        self.hidden = config.hidden
+        self.vocab = config.vocab_size
         self.drafts = drafter is not None
-        self.layers, self.taps = len(config.layers), tuple(taps)
+        self.layers = len(config.layers)
+        self.taps = tuple(taps)
         pages = ops.pages(cache)
         self.keep = (model, drafter, cache, features, pages)  # keeps the memory behind the pointers alive
         c = self.c = CCycle(head=c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
-        c.features, c.call.stack = at(features), at(model.stack.c)
+        c.features = at(features)
+        c.call.stack = at(model.stack.c)
         batch = c.call.batch
         pages.bind(batch)
         for i, group in enumerate(GROUPS):
@@ -59,28 +67,35 @@ class CpuCycle:
         if drafter is not None:
             own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
             own.call = CCall(at(drafter.stack.c), c.call.batch)
-            c.draft, c.shift = at(own), drafter.shift
-        self.unread, self.drafts_blocks = None, block is not None and block.drafts
+            c.draft = at(own)
+            c.shift = drafter.shift
+        self.unread = None
+        self.drafts_blocks = block is not None and block.drafts
         if block is not None:
             self.unread = UnreadRows(block, cache, pages, c.call.batch)
             self.block_taps = (c_int32 * len(block.taps))(*[self.taps.index(tap) for tap in block.taps])
             c.block, c.unread, c.block_taps = map(at, (self.unread.net, self.unread.c, self.block_taps))
         most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)
-        self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
-        self.parents, self.path = (c_int32 * (most * MAX_DRAFT))(), (c_int32 * (most * MAX_DRAFT))()
+        self.guesses = (c_int64 * (most * MAX_DRAFT))()
+        self.confidence = (c_float * (most * MAX_DRAFT))()
+        self.parents = (c_int32 * (most * MAX_DRAFT))()
+        self.path = (c_int32 * (most * MAX_DRAFT))()
         self.prices = (c_double * (most * (MAX_DRAFT + 1)))()
         self.priced: list[Sequence[float] | None] = [None] * most  # what `prices` holds; tuples, which do not change
         self.trust = (c_double * 16)()
-        c.requests, c.drafts = at((c_char * len(self.asked)).from_buffer(self.asked)), at(self.guesses)
+        c.requests = at((c_char * len(self.asked)).from_buffer(self.asked))
+        c.drafts = at(self.guesses)
         c.confidence, c.parents, c.path, c.prices = map(at, (self.confidence, self.parents, self.path, self.prices))
         self.trusted: Sequence[float] | None = None  # what `trust` holds
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
         self.sampling: HostSampling | None = None
         self.shape = (0, -1)  # what `seqs` and `likely` hold
-        self.stack, self.adapters = model.stack, PassAdapters(model.stack.changes, ())
-        self.step, self.pool = ops.lib.or_decode_step, ops.pool
+        self.adapters = PassAdapters(model.stack.changes, ())
+        self.stack = model.stack
+        self.step = ops.lib.or_decode_step
+        self.pool = ops.pool
 
     def takes(self, adapter: Adapter) -> bool:
         """May sequences use this adapter?"""
@@ -88,7 +103,8 @@ class CpuCycle:
 
     def _grow(self, rows: int) -> None:
         self.room = rows = 1 << (rows - 1).bit_length()
-        hidden, z = torch.empty((rows, self.hidden)), torch.empty((rows, self.vocab))
+        hidden = torch.empty((rows, self.hidden))
+        z = torch.empty((rows, self.vocab))
         streams = self.streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
         self.chosen = (c_int64 * rows)()
         self.tapped = (c_void_p * max(1, len(streams)))(*map(at, streams))
@@ -105,7 +121,10 @@ class CpuCycle:
         self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
     ) -> list[CycleResult]:
         """`trust`: acceptance by confidence, if drafts may end themselves; a list that does not change."""
-        c, rows, most_likely, deepest = self.c, len(asked), -1, 0
+        c = self.c
+        rows = len(asked)
+        most_likely = -1
+        deepest = 0
         used = [one.adapter for one in asked]
         if used != self.adapters.adapters:
             self.adapters = PassAdapters(self.stack.changes, used)
@@ -147,12 +166,17 @@ class CpuCycle:
             self.told = (c_float * (self.room * width))()
             c.logprobs = at(self.told)
         self.step(self.pool, c)
-        out, row = [], 0
+        out = []
+        row = 0
         for i, (_, _, _, plan, guess, likely, _, _) in enumerate(asked):
             k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)
-            sure, tree, told, first = None, None, None, i * MAX_DRAFT
+            sure = None
+            tree = None
+            told = None
+            first = i * MAX_DRAFT
             if plan.nodes:
-                own, (steps,) = slice(first, first + k), STEPS.unpack_from(self.asked, i * ASKED.size)
+                own = slice(first, first + k)
+                (steps,) = STEPS.unpack_from(self.asked, i * ASKED.size)
                 sure = self.confidence[own]
                 tree = (self.parents[own], self.path[first : first + right], steps, self.guesses[own])
             elif guess is None and plan.k:
@@ -162,7 +186,8 @@ class CpuCycle:
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            tokens, drafts = self.chosen[row : row + right + 1], self.guesses[first : first + k] if k else []
+            tokens = self.chosen[row : row + right + 1]
+            drafts = self.guesses[first : first + k] if k else []
             out.append(CycleResult(k, tokens, sure, tree, told, drafts))
             row += k + 1
         return out

@@ -38,12 +38,15 @@ class Stack:
     def __init__(
         self, ops: CpuOps, blocks: Sequence[Any], inv_freqs: Sequence[Tensor], hidden: int, eps: float, act: str
     ):
-        self.ops, self.hidden = ops, hidden
+        self.ops = ops
+        self.hidden = hidden
         self.keep: list[object] = [blocks, inv_freqs]
         self.changed: WeakKeyDictionary[Adapter, Array[Structure] | None] = WeakKeyDictionary()
         self.layers = (CLayer * len(blocks))()
         for c, block in zip(self.layers, blocks, strict=True):
-            c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, c_weight(block.down).k
+            c.attn = c_spec(block.spec)
+            c.rope = block.rope
+            c.inter = c_weight(block.down).k
             for name in MATRICES:
                 setattr(c, name, c_weight(getattr(block, name)))
             for name in VECTORS:
@@ -82,9 +85,12 @@ class Stack:
         hidden = torch.empty((rows, self.hidden))
         call = CCall(at(self.c), batch.c, at(features), at(hidden))
         if wanted is not None:
-            few, which = CBatchBuffers(wanted.kv, pages), wanted.rows.contiguous()
+            few = CBatchBuffers(wanted.kv, pages)
+            which = wanted.rows.contiguous()
             few.c.rows = rows
-            call.few, call.wanted, call.narrow = few.c, at(which), True
+            call.few = few.c
+            call.wanted = at(which)
+            call.narrow = True
         if adapters is not None:
             call.adapters = adapters
         fed_back = torch.empty((rows, self.c.post.n)) if self.c.post.kind else None
@@ -112,7 +118,9 @@ class CompiledModel:
 
     def __init__(self, model: Any, stack: Stack, adapters: Sequence[Adapter | None] = (), counts: Sequence[int] = ()):
         self.__dict__.update(model.__dict__)
-        self.model, self.stack, self.counts = model, stack, counts
+        self.model = model
+        self.stack = stack
+        self.counts = counts
         self.adapters = PassAdapters(stack.changes, adapters) if adapters else None
 
     def __getattr__(self, name: str) -> Any:
@@ -133,21 +141,27 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     stack = Stack(ops, model.blocks, model.inv_freqs, config.hidden, config.norm_eps, config.activation)
     if config.moe is not None:
         for c, e in zip(stack.layers, model.experts, strict=True):
-            c.moe, end = c_moe(e.layer.experts), e.layer.end
-            c.moe.router_norm, c.moe.norm = at(e.router_norm), at(e.norm)
-            c.moe.post_norm, c.moe.post_dense_norm = at(end.routed_norm), at(end.dense_norm)
+            c.moe = c_moe(e.layer.experts)
+            end = e.layer.end
+            c.moe.router_norm = at(e.router_norm)
+            c.moe.norm = at(e.norm)
+            c.moe.post_norm = at(end.routed_norm)
+            c.moe.post_dense_norm = at(end.dense_norm)
         stack.keep.append(model.experts)
     stack.c.embed = c_weight(model.table)
     stack.c.embed_scale = table_scale(model.table, config.embed_scale)
     stack.keep.append(model.table)
     if config.ple_dim:
         source = model.ple_input
-        stack.c.ple, stack.c.ple_norm = config.ple_dim, at(source.norm)
-        stack.c.ple_embed, stack.c.ple_proj = c_weight(source.table), c_weight(source.proj)
+        stack.c.ple = config.ple_dim
+        stack.c.ple_norm = at(source.norm)
+        stack.c.ple_embed = c_weight(source.table)
+        stack.c.ple_proj = c_weight(source.proj)
         stack.c.ple_token_scale = table_scale(source.table, config.ple_dim**0.5)
         stack.c.ple_proj_scale = config.hidden**-0.5
         for c, block in zip(stack.layers, model.blocks, strict=True):
-            c.ple_gate, c.ple_out = c_weight(block.ple_gate), c_weight(block.ple_out)
+            c.ple_gate = c_weight(block.ple_gate)
+            c.ple_out = c_weight(block.ple_out)
             c.ple_post_norm = at(block.ple_post_norm)
         stack.keep.append(source)
     return CompiledModel(model, stack)
@@ -161,18 +175,24 @@ class CompiledDrafter:
 
     def __init__(self, drafter: Any, stack: Stack):
         config = drafter.config
-        self.drafter, self.stack, self.ops, self.config = drafter, stack, stack.ops, config
-        self.candidates, self.runner_ups = drafter.candidates, drafter.runner_ups
+        self.drafter = drafter
+        self.stack = stack
+        self.ops = stack.ops
+        self.config = config
+        self.candidates = drafter.candidates
+        self.runner_ups = drafter.runner_ups
         self.shift = 2 - config.position_offset
         target = drafter.target
         c = self.c = CDraft(table=c_weight(target.table), head=c_weight(drafter.head), tied=config.tied_to_target)
-        c.table_scale, c.unit = table_scale(target.table, target.config.embed_scale), not config.gemma
+        c.table_scale = table_scale(target.table, target.config.embed_scale)
+        c.unit = not config.gemma
         self.cluster_ids: Tensor | None = None
         if config.clusters:
             self.cluster_ids = drafter.cluster_ids.contiguous()
             self.hashes = cluster_hashes(self.cluster_ids)
             c.centroids = c_weight(drafter.centroids)
-            c.cluster_ids, c.hashes = at(self.cluster_ids), at(self.hashes)
+            c.cluster_ids = at(self.cluster_ids)
+            c.hashes = at(self.hashes)
             c.clusters, c.size = self.cluster_ids.shape
             c.top = config.cluster_top
 
@@ -196,13 +216,15 @@ class CompiledDrafter:
         start = floats(features[:, : self.config.backbone_hidden])
         size = last.shape[0]
         out = torch.zeros((size, steps), dtype=torch.int64)
-        confidence, lengths = torch.zeros((size, steps)), torch.empty(size, dtype=torch.int64)
+        confidence = torch.zeros((size, steps))
+        lengths = torch.empty(size, dtype=torch.int64)
         batch = CBatchBuffers(kv, self.ops.pages(kv))
         batch.c.rope_shift = self.shift
         drawn = [floats(noise.temperature), *(t.contiguous() for t in (noise.sampled, noise.seed, noise.position))]
         held = [last.contiguous(), start, state.taps, *drawn]
         c = self.c
-        c.call, c.steps = CCall(at(self.stack.c), batch.c), steps
+        c.call = CCall(at(self.stack.c), batch.c)
+        c.steps = steps
         c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position = map(at, held)
         c.out, c.confidence, c.lengths = map(at, (out, confidence, lengths))
         assert end is None or (

@@ -31,7 +31,8 @@ def struct(name: str) -> type[Structure]:
     """A struct by its C declaration, with addresses for pointers; it may contain those that were made before."""
     body = re.search(rf"typedef struct {{([^{{}}]*)}} {name};", C)
     assert body is not None, name
-    kinds, fields = NUMBERS | STRUCTS, list[tuple[str, type]]()
+    kinds = NUMBERS | STRUCTS
+    fields = list[tuple[str, type]]()
     for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", body[1]):
         for star, field, count in re.findall(r"([*]?)(\w+)(?:\[(\d)\])?(?:,|$)", declared):
             item = c_void_p if star else kinds[kind]
@@ -117,7 +118,8 @@ def floats(x: Tensor) -> Tensor:
 def c_spec(spec: AttnSpec) -> Structure:
     assert spec.head_dim <= 1024 and spec.heads // spec.kv_heads <= 32, "beyond the kernels' buffers"
     named = {name: getattr(spec, name) for name in ("heads", "kv_heads", "kv_layer", "writes", "k_eq_v", "norm_v")}
-    group, window = spec.window is not None, spec.window or 0
+    group = spec.window is not None
+    window = spec.window or 0
     return CSpec(dim=spec.head_dim, group=group, window=window, scale=spec.scale, eps=spec.eps, **named)
 
 
@@ -125,7 +127,8 @@ def c_block_spec(attn: BlockAttn) -> Structure:
     """The store's window decides the pages; a row sees back as far as the narrower of that and the layer's own."""
     windows = [w for w in (attn.spec.window, attn.window) if w is not None]
     c = CSpec.from_buffer_copy(c_spec(attn.spec))
-    c.window, c.bidirectional = min(windows, default=0), not attn.causal
+    c.window = min(windows, default=0)
+    c.bidirectional = not attn.causal
     return c
 
 
@@ -166,11 +169,14 @@ class CPages:
         held = [t for t in (*kv.keys, *kv.values) if t is not None]
         dtypes = {t.dtype for t in held}
         assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), "keys and values of one dtype, contiguous"
-        self.dtype, self.page_size = DTYPES[dtypes.pop()], kv.page_size
+        self.dtype = DTYPES[dtypes.pop()]
+        self.page_size = kv.page_size
         count = len(kv.keys)
         self.keys = (c_void_p * count)(*map(at, kv.keys))
         self.values = (c_void_p * count)(*map(at, kv.values))
 
     def bind(self, batch: Structure) -> None:
-        batch.keys, batch.values = at(self.keys), at(self.values)
-        batch.kv_dtype, batch.page_size = self.dtype, self.page_size
+        batch.keys = at(self.keys)
+        batch.values = at(self.values)
+        batch.kv_dtype = self.dtype
+        batch.page_size = self.page_size

@@ -33,22 +33,29 @@ def pack(
     short = short and max(float(t.abs().max()) for t in (a, b)) < 6e4  # what float16 holds, as a value or a scale
     coded = short and isinstance(base, PackedWeight) and base.c.kind != PackedKind.DENSE
     if short and not coded and a.dtype == torch.float32:
-        a, b = a.half(), b.half()
-    groups, heights, row, first = [], [], 0, 0
+        a = a.half()
+        b = b.half()
+    groups = []
+    heights = []
+    row = 0
+    first = 0
     for outputs, rank in pieces:
-        own, scales = b[row : row + outputs, first : first + rank], scale[row : row + outputs].float()
+        own = b[row : row + outputs, first : first + rank]
+        scales = scale[row : row + outputs].float()
         low = a[first : first + rank]
         if coded and rank:
             step = own.float().abs().amax(1) / 127
             own = (own.float() / step.clamp_min(1e-38)[:, None]).round().to(torch.int8)
             # the scales of A are float16: a power of two brings it into their range, and B's take it back exactly
             power = 2.0 ** frexp(float(low.abs().max()))[1]
-            low, scales = low.float() / power, scales * step * power
+            low = low.float() / power
+            scales = scales * step * power
         own = F.pad(own, (0, rank % 2 * coded)).reshape(outputs // LANES, LANES, -1, 1 + coded).transpose(1, 2)
         parts = (scales.view(torch.uint8).view(-1, 4 * LANES), own.contiguous().view(torch.uint8).flatten(1))
         groups.append(torch.cat(parts, dim=1).flatten())
         heights.append(F.pad(low, (0, 0, 0, -rank % LANES * coded)))
-        row, first = row + outputs, first + rank
+        row = row + outputs
+        first = first + rank
     a = torch.cat(heights)
     rows = packer.quantize(a, "int8", torch.empty) if coded else dense_rows(a, a.nbytes)
     return None if rows is None else LowRank(rows, torch.cat(groups), scale, tuple(pieces))
@@ -58,7 +65,8 @@ def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
     """The same in one mapping of huge pages, in the order in which a pass reads them (memory.py says why)."""
     if sum(part.nbytes for part in parts.values()) < HUGE:
         return dict(parts)
-    arena, out = Arena(), {}
+    arena = Arena()
+    out = {}
     for name, part in parts.items():
         if isinstance(part.a, PackedWeight):
             b = as_tensor(part.b)
@@ -69,12 +77,19 @@ def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
 
 def c_lowrank(part: LowRank) -> Structure:
     assert isinstance(part.a, PackedWeight)
-    c, group, first, offset = CLowRank(part.a.c, at(as_tensor(part.b))), 0, 0, 0
-    coded, item = part.a.c.kind == PackedKind.Q8_0, 4 if part.a.c.dtype == DTYPES[torch.float32] else 2
+    c = CLowRank(part.a.c, at(as_tensor(part.b)))
+    group = 0
+    first = 0
+    offset = 0
+    coded = part.a.c.kind == PackedKind.Q8_0
+    item = 4 if part.a.c.dtype == DTYPES[torch.float32] else 2
     for piece, (outputs, rank) in zip(c.piece, part.pieces):
         groups = outputs // LANES
         group += groups
-        piece.end, piece.first, piece.rank, piece.at = group, first, rank, offset
+        piece.end = group
+        piece.first = first
+        piece.rank = rank
+        piece.at = offset
         first += -(-rank // LANES) * LANES if coded else rank
         offset += groups * LANES * (4 + (-(-rank // 2) * 2 if coded else rank * item))
     return c
@@ -93,7 +108,9 @@ class PassAdapters:
     """The adapters of a pass, and by sequence which of them it uses (-1: none). changes: of an adapter, its `table`."""
 
     def __init__(self, changes: Callable[[Adapter], Array[Structure] | None], adapters: Sequence[Adapter | None]):
-        self.changes, self.adapters, self.c = changes, list(adapters), CAdapters()
+        self.changes = changes
+        self.adapters = list(adapters)
+        self.c = CAdapters()
         used = list(dict.fromkeys(one for one in adapters if one is not None))
         number = {one: i for i, one in enumerate(used)}
         self.of = [-1 if one is None else number[one] for one in adapters]

@@ -22,7 +22,8 @@ BLOCK = 64 << 20  # address space reserved at once; only touched pages take memo
 def advise(address: int, size: int, advice: str = "MADV_HUGEPAGE", unit: int = HUGE) -> None:
     """Advises the system about the pages of `unit` bytes that are wholly in a range: to use huge pages there, if it has
     not been written yet (elsewhere it does no harm); MADV_DONTNEED: to free its memory, which reads as zero then."""
-    lo, hi = -(-address // unit) * unit, (address + size) // unit * unit
+    lo = -(-address // unit) * unit
+    hi = (address + size) // unit * unit
     if hi > lo and sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), getattr(mmap, advice))
 
@@ -43,7 +44,8 @@ class Arena:
             mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.block = torch.frombuffer(mapping, dtype=torch.uint8)
             address = self.block.data_ptr()
-            self.at, self.end = -address % HUGE, length
+            self.at = -address % HUGE
+            self.end = length
             advise(address, length)
         out = self.block[self.at : self.at + size].view(dtype).view(shape)
         self.at += -(-size // ALIGN) * ALIGN
@@ -72,7 +74,8 @@ class HugePageWarmer:
     def need(self, row: int) -> None:
         """This row is in use now: those after it shall be allocated soon."""
         if row + self._rows // 4 > self._taken and self._taken < self._end and sys.platform == "linux":
-            first, self._taken = self._taken, min(self._end, max(self._taken, row) + self._rows)
+            first = self._taken
+            self._taken = min(self._end, max(self._taken, row) + self._rows)
             self._there[first : self._taken] = b"\1" * (self._taken - first)
             self.bytes = self._row_bytes * sum(self._there)
             ahead = threading.Thread(target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True)
@@ -82,7 +85,8 @@ class HugePageWarmer:
     def _take(self, first: int, end: int) -> None:
         for tensor in self._tensors:
             step = tensor.stride(0) * tensor.element_size()
-            lo, hi = tensor.data_ptr() + first * step, tensor.data_ptr() + end * step
+            lo = tensor.data_ptr() + first * step
+            hi = tensor.data_ptr() + end * step
             for piece in range(lo - lo % mmap.PAGESIZE, hi, HUGE):
                 if populate(piece, min(HUGE, hi - piece)):
                     return  # an older kernel: memory is allocated when needed
@@ -92,7 +96,8 @@ class HugePageWarmer:
         """`free`: unused rows, ascending. Their memory goes back to the system, where it is worth a call; they are zero
         when they are used again. The first of them stay, so that the next sequences need not wait for memory. Returns
         the bytes freed."""
-        rest, before = free[self._rows :], self.bytes
+        rest = free[self._rows :]
+        before = self.bytes
         first = free[self._rows - 1] + 1 if rest else self._end
         if first >= self._end or sum(self._there[row] for row in rest) < self._rows or sys.platform != "linux":
             return 0
@@ -102,7 +107,8 @@ class HugePageWarmer:
                     step = tensor.stride(0) * tensor.element_size()
                     advise(tensor.data_ptr() + lo * step, (hi - lo) * step, "MADV_DONTNEED", mmap.PAGESIZE)
                 self._there[lo:hi] = bytes(hi - lo)
-        self._taken, self.bytes = first, self._row_bytes * sum(self._there)
+        self._taken = first
+        self.bytes = self._row_bytes * sum(self._there)
         return before - self.bytes
 
 

@@ -139,13 +139,15 @@ class CpuOps(ReferenceOps):
 
     # ---- dense pieces ---------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-        w, ids = c_weight(table), ids.contiguous()
+        w = c_weight(table)
+        ids = ids.contiguous()
         out = torch.empty((ids.shape[0], w.k))
         self.lib.or_rows(w, ids.data_ptr(), ids.shape[0], table_scale(table, scale), out.data_ptr())
         return out
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        c, x = c_weight(w), floats(x)
+        c = c_weight(w)
+        x = floats(x)
         out = torch.empty((x.shape[0], c.n))
         bias = None if bias is None else floats(bias)
         self.lib.or_linear(self.pool, c, x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
@@ -163,7 +165,8 @@ class CpuOps(ReferenceOps):
         if not isinstance(part.a, PackedWeight):
             return super().add_lowrank(y, x, part, rows)
         own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
-        c, groups = lowrank.c_lowrank(part), out.shape[1] // LANES
+        c = lowrank.c_lowrank(part)
+        groups = out.shape[1] // LANES
         self.lib.or_lowrank(self.pool, c, own.data_ptr(), out.shape[0], groups, out.data_ptr())
         if rows is None:
             return out
@@ -171,7 +174,8 @@ class CpuOps(ReferenceOps):
         return y
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        c, x = c_weight(w), floats(x)
+        c = c_weight(w)
+        x = floats(x)
         if c.n % 32:  # gate and up rows share a group
             return super().gated_linear(x, w, act)
         out = torch.empty((x.shape[0], c.n // 2))
@@ -179,7 +183,8 @@ class CpuOps(ReferenceOps):
         return out
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
-        c, h = c_weight(w), floats(h)
+        c = c_weight(w)
+        h = floats(h)
         out = torch.empty((h.shape[0], c.n))
         self.lib.or_logits(self.pool, c, h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
         return out
@@ -194,7 +199,8 @@ class CpuOps(ReferenceOps):
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        x, y = floats(x), floats(y)
+        x = floats(x)
+        y = floats(y)
         rows, n = x.shape
         out = torch.empty_like(x)
         h = out if next_w is None else torch.empty_like(x)
@@ -213,7 +219,8 @@ class CpuOps(ReferenceOps):
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
         if not routable(experts):
             return super().moe(router_in, x, experts)
-        router_in, x = floats(router_in), floats(x)
+        router_in = floats(router_in)
+        x = floats(x)
         out = torch.empty_like(x)
         act = ACTIVATIONS[experts.act]
         self.lib.or_moe(self.pool, c_moe(experts), *ptrs(router_in, x), x.shape[0], act, out.data_ptr())
@@ -251,7 +258,8 @@ class CpuOps(ReferenceOps):
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]
-        cos, sin = torch.empty((rows, half)), torch.empty((rows, half))
+        cos = torch.empty((rows, half))
+        sin = torch.empty((rows, half))
         self.lib.or_angles(positions.data_ptr(), rows, inv_freq.data_ptr(), half, *ptrs(cos, sin))
         return cos, sin
 
@@ -269,14 +277,16 @@ class CpuOps(ReferenceOps):
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
         """Row by row: the kernel sees each at the image's last position, with a window that is longer by as much."""
-        one, start = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
+        one = torch.zeros(1, dtype=torch.int64)
+        start = torch.tensor([0, 1], dtype=torch.int32)
         shown = replace(kv, positions=one + end - 1, row_seq=one, row_start=start, max_rows=1, max_context=end)
         windows = [None if spec.window is None else spec.window + end - 1 - p for p in kv.positions.tolist()]
         longer = [replace(spec, window=window) for window in windows]
         return torch.cat([self.attend(row, its, shown) for row, its in zip(q.split(1), longer, strict=True)])
 
     def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-        c, made = c_block_spec(attn), floats(made)
+        c = c_block_spec(attn)
+        made = floats(made)
         c.heads = 0  # k and v alone
         self.lib.or_rope_write(self.pool, c, self.batch(kv), *ptrs(made, *angles, None, attn.k_norm))
 
@@ -288,7 +298,8 @@ class CpuOps(ReferenceOps):
         count = q.shape[0] // own.end.shape[0]
         start = own.end + first
         batch = CBatchBuffers(block_view(kv, start, count), self.pages(kv), ends=start + count - 1)
-        qkv, c = torch.cat((floats(q), floats(made)), 1), c_block_spec(attn)
+        qkv = torch.cat((floats(q), floats(made)), 1)
+        c = c_block_spec(attn)
         self.lib.or_rope_write(self.pool, c, batch.c, *ptrs(qkv, *angles, attn.q_norm, attn.k_norm))
         out = torch.empty_like(q, dtype=torch.float32)
         self.lib.or_attend(self.pool, c, batch.c, qkv.data_ptr(), qkv.stride(0), out.data_ptr())
@@ -322,8 +333,10 @@ class CpuOps(ReferenceOps):
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        g, c = floats(g), c_weight(rows)
-        clusters, size = rows.shape[0], rows.shape[1]
+        g = floats(g)
+        c = c_weight(rows)
+        clusters = rows.shape[0]
+        size = rows.shape[1]
         scores = self.linear(g, centroids)
         if cluster_bonus is not None:
             scores += cluster_bonus
@@ -339,7 +352,8 @@ class CpuOps(ReferenceOps):
         if self._hashes is None or self._hashes[0]() is not tokens:
             self._hashes = (weakref.ref(tokens), packing.cluster_hashes(tokens))
         clusters, size = tokens.shape
-        rows, out = seed.shape[0], torch.zeros((seed.shape[0], clusters))
+        rows = seed.shape[0]
+        out = torch.zeros((seed.shape[0], clusters))
         how = [floats(temperature), *[t.contiguous() for t in (sampled, seed, position)]]
         self.lib.or_cluster_bonus(self.pool, self._hashes[1].data_ptr(), clusters, size, rows, *ptrs(*how, out))
         return out
@@ -351,7 +365,10 @@ class CpuOps(ReferenceOps):
     def gumbel_argmax(
         self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
     ) -> Tensor:
-        z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
+        z = floats(z)
+        seed = seed.contiguous()
+        position = position.contiguous()
+        sampled = sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
         self.lib.or_choose(self.pool, z.data_ptr(), *z.shape, *ptrs(seed, position, tokens, sampled, out))
@@ -364,7 +381,8 @@ class CpuOps(ReferenceOps):
         return z
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-        z, tokens = floats(logits), tokens.contiguous()
+        z = floats(logits)
+        tokens = tokens.contiguous()
         out = torch.empty((z.shape[0], 1 + 2 * top))
         self.lib.or_logprobs(self.pool, z.data_ptr(), *z.shape, tokens.data_ptr(), top, out.data_ptr())
         return out

@@ -25,7 +25,8 @@ from .lib import CMoe, CWeight, PackedKind, at, dense_weight
 from .memory import Arena
 
 Allocate = Callable[..., Tensor]  # (shape, dtype)
-LANES, BLOCK = 16, 32
+LANES = 16
+BLOCK = 32
 COARSE_BITS = 4.75  # a weight; what is no wider is left as it is where others are rounded to four
 SLICE = 16 << 20  # bytes of the file that are packed before their pages are dropped
 
@@ -55,7 +56,9 @@ class Packer:
     """Packs weights with the library's threads; `arena` holds them."""
 
     def __init__(self, lib: ctypes.CDLL, pool: int, arena: Arena):
-        self.lib, self.pool, self.arena = lib, pool, arena
+        self.lib = lib
+        self.pool = pool
+        self.arena = arena
         self.rounded = Arena()  # copies of weights that are freed: in `arena` they would keep their memory
 
     def pack(self, parts: Sequence[Weight]) -> PackedWeight | None:
@@ -89,7 +92,8 @@ class Packer:
 
     def halves(self, parts: Sequence[Weight]) -> PackedWeight:
         """Dense rows [N, K] of one 16-bit type, copied unchanged while the file is read."""
-        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+        n = sum(p.shape[0] for p in parts)
+        k = parts[0].shape[1]
         out = self.arena.empty((n, k), parts[0].tensors["values"].dtype)
         for to, part in zip(out.split([p.shape[0] for p in parts]), parts):
             for lo, hi, some in part.slices(SLICE):
@@ -110,7 +114,8 @@ class Packer:
 
     def coarse(self, w: PackedWeight) -> PackedWeight:
         """The same rows in four bits (Q4_0), with the scales that fit best; itself if as small, or in a file."""
-        n, k = w.c.n, w.c.k
+        n = w.c.n
+        k = w.c.k
         if k % BLOCK or w.c.kind == PackedKind.FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
         out = self._empty(PackedKind.Q4_0, n, k, self.rounded.empty)
@@ -132,7 +137,8 @@ class Packer:
 
 def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Rows of several packed weights, one after the other."""
-    n, k = sum(p.c.n for p in parts), parts[0].c.k
+    n = sum(p.c.n for p in parts)
+    k = parts[0].c.k
     array = (CWeight * len(parts))(*[p.c for p in parts])
     c = CWeight(PackedKind.PARTS, n, k, len(parts), at(array), None)
     return PackedWeight((n, k), c, sum(p.nbytes for p in parts), (array, *parts))
@@ -140,7 +146,8 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
 
 def in_file(part: Weight) -> PackedWeight:
     """Rows in place in the file, for a table that is only looked up: the system reads the pages that are needed."""
-    (n, k), blocks = part.shape, part.tensors["blocks"]
+    n, k = part.shape
+    blocks = part.tensors["blocks"]
     assert blocks.is_contiguous()
     c = CWeight(PackedKind.FILE, n, k, PackedKind[part.format.name], at(blocks), None)
     return PackedWeight((n, k), c, 0, (part,))
@@ -187,7 +194,8 @@ def c_weight(w: DeviceWeight) -> Structure:
 
 def routable(experts: ExpertWeights) -> bool:
     """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
-    gate_up, down = experts.gate_up, experts.down
+    gate_up = experts.gate_up
+    down = experts.down
     whole = down.shape[2] % 32 == 0 or isinstance(down, Tensor)
     return whole and gate_up.shape[1] % 32 == 0 and down.shape[1] % LANES == 0
 

@@ -91,7 +91,8 @@ def image(source: str, arch: str, flags: Flags) -> bytes:
     library = compiler()
     if library is None:
         raise CudaError("no libnvrtc")
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in flags.items())]
     argv = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     names = (ctypes.c_char_p * len(headers()))(*(name.encode() for name in headers()))
@@ -117,7 +118,9 @@ def image(source: str, arch: str, flags: Flags) -> bytes:
 def kept_image(source: str, arch: str, flags: Flags) -> bytes:
     """`image`, from the cache if it was made before. A cached file is a digest followed by the code: a damaged one is
     made again, and if nothing can be written nothing is cached."""
-    library, major, minor = compiler(), ctypes.c_int(), ctypes.c_int()
+    library = compiler()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     if library is not None:
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     told = (source, sorted(headers().items()), arch, sorted(flags.items()), (major.value, minor.value))
@@ -170,14 +173,23 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, tile_rows: in
     rows of a tile are eight of its upper and eight of its lower half in turns."""
     cuda = driver()
     assert cuda is not None, "`missing` was not asked"
-    sizes, strides, box = [columns, rows], [2 * stride], [64, tile_rows]
+    sizes = [columns, rows]
+    strides = [2 * stride]
+    box = [64, tile_rows]
     if paired:
-        sizes, box = [columns, 8, 2, rows // 16], [64, 8, 2, tile_rows // 16]
+        sizes = [columns, 8, 2, rows // 16]
+        box = [64, 8, 2, tile_rows // 16]
         strides = [2 * stride, rows * stride, 16 * stride]
     room = (ctypes.c_char * 192)()
     at = ctypes.addressof(room) + -ctypes.addressof(room) % 64
-    bfloat16, no_interleave, swizzle_128, promote_256, zeros, dims = 9, 0, 3, 3, 0, len(sizes)
-    longs, ints = ctypes.c_uint64 * dims, ctypes.c_uint32 * dims
+    bfloat16 = 9
+    no_interleave = 0
+    swizzle_128 = 3
+    promote_256 = 3
+    zeros = 0
+    dims = len(sizes)
+    longs = ctypes.c_uint64 * dims
+    ints = ctypes.c_uint32 * dims
     shape = (longs(*sizes), longs(*strides), ints(*box), ints(*[1] * dims))
     matrix = (ctypes.c_void_p(at), bfloat16, dims, ctypes.c_void_p(address), *shape)
     code = cuda.cuTensorMapEncodeTiled(*matrix, no_interleave, swizzle_128, promote_256, zeros)
@@ -193,10 +205,12 @@ class Kernel:
         alone."""
         cuda = driver()
         assert cuda is not None, "`missing` was not asked"
-        self.cuda, self.device = cuda, device
+        self.cuda = cuda
+        self.device = device
         major, minor = torch.cuda.get_device_capability(device)
         code = kept_image(source, f"{major}{minor}{'a' if own else ''}", flags)
-        self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.module = ctypes.c_void_p()
+        self.function = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).query()  # a context for this thread
             _done(cuda.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")

@@ -88,7 +88,8 @@ class Format(ABC):
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a matrix of this shape takes."""
-        rows, columns = prod(shape[:-1]), shape[-1]
+        rows = prod(shape[:-1])
+        columns = shape[-1]
         return sum(u.width(columns) * u.bytes * (1 if u.shared else rows) for u in self.units.values())
 
     def alignment(self) -> int:
@@ -129,7 +130,9 @@ class Weight:
 
     def slices(self, nbytes: int, multiple: int = 1) -> Iterator[tuple[int, int, Weight]]:
         """(lo, hi, `rows(lo, hi)`) in pieces of about `nbytes`; the file's pages of a piece are released after it."""
-        count, each = self.shape[0], prod(self.shape[1:-1])  # an expert has many rows of the file
+        # an expert has many rows of the file
+        count = self.shape[0]
+        each = prod(self.shape[1:-1])
         step = max(1, nbytes * count // max(1, self.nbytes) // multiple) * multiple
         for lo in range(0, count, step):
             hi = min(count, lo + step)
@@ -149,7 +152,9 @@ class Weight:
 
     def check(self, where: str) -> Weight:
         """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""
-        rows, columns, named = self.shape[:-1], self.shape[-1], self.format.name
+        rows = self.shape[:-1]
+        columns = self.shape[-1]
+        named = self.format.name
         for name, unit in self.format.units.items():
             require(name in self.tensors, f"{where}: its {name} is missing ({named})")
             if unit.columns and columns % unit.columns:

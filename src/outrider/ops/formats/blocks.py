@@ -14,12 +14,15 @@ from .gguf import GGUFBlockFormat
 from .integer import IntegerFormat, halves
 
 BLOCK = 32
-SMALLEST, LARGEST = 6.2e-5, 6e4  # what float16 holds with all its bits
+# what float16 holds with all its bits
+SMALLEST = 6.2e-5
+LARGEST = 6e4
 
 
 def blocks_of(weight: Weight) -> Weight | None:
     """The same matrix in Q4_0, Q4_1 or Q8_0; None where it has no such form."""
-    format, t = weight.format, weight.tensors
+    format = weight.format
+    t = weight.tensors
     columns = weight.shape[-1]
     if not isinstance(format, IntegerFormat) or format.ordered or columns % BLOCK or format.group % BLOCK:
         return None

@@ -38,7 +38,8 @@ class GGUFBlockFormat(Format):
 
 def dequantize(kind: str, rows: Tensor) -> Tensor:
     """uint8 [N, bytes per row] -> float32 [N, K]."""
-    codes, (scale, offset) = codes_of(kind, rows), scales_of(kind, rows)
+    codes = codes_of(kind, rows)
+    scale, offset = scales_of(kind, rows)
     values = torch.tensor(IQ4_VALUES)[codes.int()] if kind.startswith("IQ4") else codes.float().sub_(ZERO.get(kind, 0))
     values = values.unflatten(1, (scale.shape[1], -1)).mul_(scale[:, :, None])
     return (values if offset is None else values.add_(offset[:, :, None])).flatten(1)
@@ -69,7 +70,9 @@ def scales_of(kind: str, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """uint8 [N, bytes per row] -> float32 [N, groups]: scales, and offsets if the format has them."""
     b = rows.unflatten(1, (-1, BLOCKS[kind][1]))
     if kind in ("Q4_K", "Q5_K"):  # eight 6-bit scales and eight 6-bit minima in 12 bytes
-        low, mid, high = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+        low = b[..., 4:8]
+        mid = b[..., 8:12]
+        high = b[..., 12:16]
         scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=-1)
         minima = torch.cat((mid & 63, (high >> 4) | ((mid >> 6) << 4)), dim=-1)
         return (_half(b, 0) * scales.float()).flatten(1), (-(_half(b, 2) * minima.float())).flatten(1)

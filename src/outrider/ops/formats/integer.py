@@ -41,7 +41,8 @@ class IntegerFormat(Format):
         return units
 
     def dequantise(self, weight: Weight) -> Tensor:
-        q, scale = weight.tensors["q"], weight.tensors["scale"].float()
+        q = weight.tensors["q"]
+        scale = weight.tensors["scale"].float()
         values = halves(q) if self.bits == 4 else q
         groups = values.reshape(*weight.shape[:-1], scale.shape[-1], -1).float()  # [.., N, groups, group]
         zero = weight.tensors["zero"].float()[..., None] if self.has_zero_point else float(1 << (self.bits - 1))

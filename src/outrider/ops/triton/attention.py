@@ -101,7 +101,8 @@ def _seek(table, k, most, paths, row, base, TREE_DEPTH: tl.constexpr, PAGE: tl.c
     """The pages of COUNT keys from k on, and their places in them. Those of a tree's own positions lie where the row's
     ancestors were written; of lines, where a block is made of whole pages, places are known without a division."""
     i = tl.arange(0, COUNT)
-    key, live = k + i, k + i < most
+    key = k + i
+    live = k + i < most
     if TREE_DEPTH > 0:
         inner = live & (key >= base)
         ancestor = tl.load(paths + row * TREE_DEPTH + key - base, mask=inner, other=0)
@@ -152,7 +153,8 @@ def _add(all_acc, all_total, all_top, acc, total, top):
     """Add a split to the ones before it."""
     new = tl.maximum(all_top, top)
     ref = _known(new)
-    before, here = power(all_top - ref)[:, None], power(top - ref)[:, None]
+    before = power(all_top - ref)[:, None]
+    here = power(top - ref)[:, None]
     total = all_total * before + total * here
     if len(acc) == 1:
         return (all_acc[0] * before + acc[0] * here,), total, new
@@ -176,11 +178,15 @@ def attend_kernel(
     programs that share a tile, each with its columns of the values. PREFETCH: keys that are fetched into L2 early.
     TREE_DEPTH: entries of a row's path in a tree (0: chains); then programs beyond the last slot process the TAIL
     splits that hold positions of the tree, each for one row: EACH of them per tile."""
-    slot, b, share = tl.program_id(0) * SPLITS_PER_PROGRAM, tl.program_id(2), tl.program_id(0) * 0
+    slot = tl.program_id(0) * SPLITS_PER_PROGRAM
+    b = tl.program_id(2)
+    share = tl.program_id(0) * 0
     if PARTS > 1:
-        slot, share = 0, tl.program_id(0)
+        slot = 0
+        share = tl.program_id(0)
     table += b * table_stride
-    kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    tile = tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
     PLANES: tl.constexpr = 1 if keys.dtype.element_ty == KIND else 2  # columns of a word of K/V
@@ -188,8 +194,10 @@ def attend_kernel(
     if PDL:
         gdc_launch_dependents()
     # Positions and tables were written before the pass: the keys' addresses are known before the previous kernel ends.
-    first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
-    count, begin = (end - first) * GROUP, tile * BQ
+    first = tl.load(row_start + b)
+    end = tl.load(row_start + b + 1)
+    count = (end - first) * GROUP
+    begin = tile * BQ
     base = first * 0
     if TREE_DEPTH > 0:
         PIECES: tl.constexpr = (GROUP + BQ - 1) // BQ  # of the heads of a row
@@ -197,7 +205,8 @@ def attend_kernel(
         tail = _split_of(base, FINE, MID, COARSE, NEAR, FAR)
         if WINDOW > 0:
             tail = base // FINE - tl.maximum(base - WINDOW + 1, 0) // FINE
-        own, unit = slot >= slots, tile * EACH + tl.program_id(0) - tl.cdiv(slots, SPLITS_PER_PROGRAM)
+        own = slot >= slots
+        unit = tile * EACH + tl.program_id(0) - tl.cdiv(slots, SPLITS_PER_PROGRAM)
         number = unit // PIECES  # of the row
         begin = tl.where(own, number * GROUP + unit % PIECES * BQ, begin)
         count = tl.where(own, tl.where(first + number < end, (number + 1) * GROUP, 0), tl.where(slot < tail, count, 0))
@@ -214,7 +223,8 @@ def attend_kernel(
     tile_end = tl.max(at, 0) + 1
     if SPAN:
         tile_end = span_end
-    key_from, key_to = tile_end * 0, tile_end
+    key_from = tile_end * 0
+    key_to = tile_end
     if WINDOW > 0:
         key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
     if SPLIT:
@@ -224,7 +234,8 @@ def attend_kernel(
                 last = slot + SPLITS_PER_PROGRAM - 1
             _, split_to = _range(last, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
             slot += tl.maximum(key_from - split_from, 0) // FINE  # of the first block; only a window skips splits
-        key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
+        key_from = tl.maximum(key_from, split_from)
+        key_to = tl.minimum(key_to, split_to)
     key_to = tl.where(alive, key_to, 0)
     COLS: tl.constexpr = DP // PARTS
     if PDL and PREFETCH > 0:  # noqa: SIM102
@@ -266,11 +277,17 @@ def attend_kernel(
                 query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, SPAN, PREC
             )
         else:
-            all_acc, all_total, all_top = acc, total, top
-            none_acc, none_total, none_top = acc, total, top
+            all_acc = acc
+            all_total = total
+            all_top = top
+            none_acc = acc
+            none_total = total
+            none_top = top
             for k in range(key_from, key_to, BN):
                 live = k + tl.arange(0, BN) < key_to
-                here, places = page, within  # those of the next block are loaded ahead of time
+                # those of the next block are loaded ahead of time
+                here = page
+                places = within
                 page, within = _seek(table, k + BN, key_to, paths, mine, base, TREE_DEPTH, PAGE, BN)
                 if TREE_DEPTH == 0:  # computed again: kept alive they would take registers
                     places = (k + tl.arange(0, BN)) % PAGE
@@ -284,7 +301,9 @@ def attend_kernel(
                         if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
                             _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D)
                             to += 1
-                            acc, total, top = none_acc, none_total, none_top
+                            acc = none_acc
+                            total = none_total
+                            top = none_top
                 elif SINGLE_BLOCK:
                     acc, total, top = _block(
                         query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, SPAN, PREC
@@ -293,12 +312,15 @@ def attend_kernel(
                 else:
                     if _opens(k, WINDOW, FINE, MID, COARSE, NEAR, FAR):
                         all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
-                        acc, total, top = none_acc, none_total, none_top
+                        acc = none_acc
+                        total = none_total
+                        top = none_top
                     acc, total, top = _block(
                         query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, SPAN, PREC
                     )
             if SINGLE_BLOCK and not SPLIT:
-                acc, total = all_acc, all_total
+                acc = all_acc
+                total = all_total
             elif not SPLIT:
                 acc, total, top = _add(all_acc, all_total, all_top, acc, total, top)
         if SPLIT and not MULTI_SPLIT:
@@ -327,7 +349,8 @@ def combine_kernel(
 ):
     """One program per piece of one head of one row: its splits added in order, SB of them (at most MOST) loaded at a
     time."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     at = tl.load(positions + row)
     if WINDOW > 0:
         origin = tl.maximum(tl.load(positions + tl.load(row_start + tl.load(row_seq + row))) - WINDOW + 1, 0) // FINE
@@ -341,7 +364,9 @@ def combine_kernel(
         gdc_wait()
     d = tl.program_id(2) * BD + tl.arange(0, BD)
     base = (row * HEADS + head) * slots + lo
-    each, sums = partial_out + base * D + d, partial_lse + base * 2 + d * 0  # the latter one address for all
+    # the latter one address for all
+    each = partial_out + base * D + d
+    sums = partial_lse + base * 2 + d * 0
     count = (hi - lo).to(tl.int32)
     i = tl.arange(0, MOST)
     top = tl.zeros((BD,), dtype=tl.float32) + float("-inf")
@@ -352,7 +377,9 @@ def combine_kernel(
         best = tl.maximum(top, tl.max(tops, 0))
         ref = _known(best)
         fade = power(top - ref)
-        mass, acc, top = mass * fade, acc * fade, best
+        mass = mass * fade
+        acc = acc * fade
+        top = best
         for j in tl.static_range(SB):  # unrolled: the loads fly together
             ok = (d < D) & (d * 0 + (s + j) < count)
             weight = power(tl.load(sums + (s + j) * 2, mask=ok, other=float("-inf")) - ref)
@@ -367,7 +394,10 @@ def attend(
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
     keys, values = kv_tensors(kv, spec)
-    rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
+    rows = q.shape[0]
+    batch = kv.row_start.shape[0] - 1
+    group = spec.heads // spec.kv_heads
+    dim = spec.head_dim
     shared = max_smem(q.device)
     cut = cut or choose_reduction(spec, q.dtype, shared)
     shape = shape or fit_smem(choose_config(spec, cut, kv, batch, q.dtype), spec, shared)
@@ -386,13 +416,18 @@ def attend(
         FAR=cut.far, PDL=pdl, launch_pdl=pdl,
     )
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
-    programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else shape.parts, 0, 1, 1
+    programs = triton.cdiv(slots, shape.run) if shape.split else shape.parts
+    deep = 0
+    tail = 1
+    each = 1
     if kv.ancestors is not None:
         assert shape.split, "rows of a tree are walked split by split"
         deep = kv.ancestors.shape[1]
-        tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
+        tail = 1 + triton.cdiv(deep - 1, cut.fine)
+        each = triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
         programs += each
-    lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
+    lone = spec.window is not None and cut.fine == cut.bn
+    walks = shape.run > 1 or deep > 0
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors,
         out, partial_out, partial_lse, table.stride(0), keys.stride(0), spec.scale * LOG2E, slots, span_end,
@@ -403,7 +438,8 @@ def attend(
         num_stages=shape.stages, **same,
     )
     if shape.split:
-        block, piece = min(32, triton.cdiv(slots, 4) * 4), min(padded, 128)
+        block = min(32, triton.cdiv(slots, 4) * 4)
+        piece = min(padded, 128)
         combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
             partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
             BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same,

@@ -73,7 +73,8 @@ def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int,
     """For E2B and E4B from 32 sequences on, whose programs are few and wait for one block after the other. Measured on
     E2B with 32 to 128 sequences of 1 and 5 rows at 1k, in whole steps with 64 and 128; K/V of eight bits with 64 at 1k
     and 3k."""
-    packed, pairs = kv.max_rows * (spec.heads // spec.kv_heads), batch * spec.kv_heads
+    packed = kv.max_rows * (spec.heads // spec.kv_heads)
+    pairs = batch * spec.kv_heads
     if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.ancestors is not None or slots > 64:
         return None
     eight = is_fp8(kv, spec)
@@ -91,7 +92,9 @@ def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int,
 
 def prefill_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int) -> AttentionConfig:
     """For chunks. Measured on an H200 with 512 and 2,048 rows of 31B and E2B that begin at 0, 2,488 and 6,000."""
-    queries, large, eight = kv.max_rows * (spec.heads // spec.kv_heads), spec.head_dim > 256, is_fp8(kv, spec)
+    queries = kv.max_rows * (spec.heads // spec.kv_heads)
+    large = spec.head_dim > 256
+    eight = is_fp8(kv, spec)
     tiles = batch * spec.kv_heads * triton.cdiv(queries, 64)
     if not large:
         return AttentionConfig(False, 32, 4, 3) if eight and spec.window is not None else AttentionConfig(False, 64, 8)
@@ -103,9 +106,12 @@ def prefill_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int) -
 def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dtype: torch.dtype) -> AttentionConfig:
     """Measured on an H200 with 1 to 64 sequences of 1, 5 and 1,024 rows at 1k, and of 1 and 5 rows at 32k; 31B's also
     at 3k and 8k, and in eight bits."""
-    packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
+    packed = kv.max_rows * (spec.heads // spec.kv_heads)
+    slots = split_count(spec, kv, cut)
     programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
-    sliding, large, eight = spec.window is not None, spec.head_dim > 256, is_fp8(kv, spec)
+    sliding = spec.window is not None
+    large = spec.head_dim > 256
+    eight = is_fp8(kv, spec)
     if dtype == torch.float32:
         return AttentionConfig(kv.ancestors is not None or (slots > 1 and programs < 396), 16, 8)
     many = many_seqs_config(spec, cut, kv, batch, slots)

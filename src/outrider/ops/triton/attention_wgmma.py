@@ -14,14 +14,18 @@ from .common import LOG2E
 from .nvrtc_kernels import NvrtcKernels
 
 SOURCE = FOLDER / "attention_wgmma.cu"
-BQ, KEYS, THREADS = 64, 256, 384
+BQ = 64
+KEYS = 256
+THREADS = 384
 # bytes: queries, weights, stages and their barriers, maxima and sums of weights
 SHARED = BQ * 512 * 2 + BQ * KEYS * 2 + 4 * (32768 + 16) + 6 * BQ * 4
 Problem = struct(SOURCE.name, "Problem")
 
 
 class AttentionWgmma(NvrtcKernels):
-    source, what, own = SOURCE, "attention of prompts with heads of 512 goes", True
+    source = SOURCE
+    what = "attention of prompts with heads of 512 goes"
+    own = True
 
     def attend(
         self, q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None, span_end: int = 0
@@ -36,7 +40,8 @@ class AttentionWgmma(NvrtcKernels):
         kernel = self.kernel("attention_wgmma", {"PAGE": kv.page_size})
         if kernel is None:
             return None
-        out, table = torch.empty_like(q), kv.tables[spec.group]
+        out = torch.empty_like(q)
+        table = kv.tables[spec.group]
         pairs = triton.cdiv(packed, 2 * BQ)
         problem = Problem(
             spec.heads, spec.kv_heads, pairs, table.stride(0), span_end, cut.near, cut.far, spec.scale * LOG2E

@@ -29,7 +29,8 @@ def block_rope_kernel(
 ):
     """One program per head of one row: the q heads, then k, then v. MADE: heads of the K/V product, KV_HEADS if v is
     the raw k."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < HALF
     pdl_start(PDL)
@@ -60,7 +61,8 @@ def block_rope_kernel(
             tl.store(own_k + place * (2 * HALF) + HALF + i, (b * c + a * s).to(kind), mask=ok)
         else:
             if NORM_V:
-                a, b = a * inv, b * inv
+                a = a * inv
+                b = b * inv
             tl.store(own_v + place * (2 * HALF) + i, a.to(kind), mask=ok)
             tl.store(own_v + place * (2 * HALF) + HALF + i, b.to(kind), mask=ok)
 
@@ -80,7 +82,8 @@ def _take(query, kt, vt, seen, acc, total, top, scale, PREC: tl.constexpr):
     s = tl.where(seen, tl.dot(query, tl.trans(kt), input_precision=PREC) * scale, float("-inf"))
     new = tl.maximum(top, tl.max(s, 1))
     ref = tl.where(new == float("-inf"), 0.0, new)
-    p, fade = tl.exp2(s - ref[:, None]), tl.exp2(top - ref)
+    p = tl.exp2(s - ref[:, None])
+    fade = tl.exp2(top - ref)
     acc = tl.dot(p.to(query.dtype), vt, acc * fade[:, None], input_precision=PREC)
     return acc, total * fade + tl.sum(p, 1), new
 
@@ -95,14 +98,17 @@ def block_attend_kernel(
 ):
     """A program takes `chunk` keys of the context for a tile of queries; the last split also the block's own rows.
     back, window: positions that a row sees of the context, counted from the block's begin and from itself."""
-    split, b = tl.program_id(0), tl.program_id(2)
-    kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
+    split = tl.program_id(0)
+    b = tl.program_id(2)
+    kv_head = tl.program_id(1) % KV_HEADS
+    tile = tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
     m = tile * BQ + tl.arange(0, BQ)
     ok = m < slots * GROUP
     slot = tl.minimum(m // GROUP, slots - 1)
-    row, head = (b * slots + slot).to(tl.int64), kv_head * GROUP + m % GROUP
+    row = (b * slots + slot).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
     at = first + slot  # places of the queries in the block
     d = tl.arange(0, DP)
     d_ok = d < D
@@ -158,7 +164,8 @@ def block_combine_kernel(
 ):
     """One program per head of one row."""
     head = tl.program_id(0).to(tl.int64)
-    i, d = tl.arange(0, MOST), tl.arange(0, DP)
+    i = tl.arange(0, MOST)
+    d = tl.arange(0, DP)
     pdl_start(PDL)
     at = head * splits + i
     top = tl.load(partial_lse + at * 2, mask=i < splits, other=float("-inf"))
@@ -172,9 +179,14 @@ def block_combine_kernel(
 def attend_block(
     ops: Launcher, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
 ) -> Tensor:
-    spec, (size, kv_heads, capacity, dim), (cos, sin), pdl = attn.spec, own.keys.shape, angles, ops.pdl
-    rows, group = q.shape[0], spec.heads // spec.kv_heads
-    slots, heads = rows // size, made.shape[1] // dim
+    spec = attn.spec
+    size, kv_heads, capacity, dim = own.keys.shape
+    cos, sin = angles
+    pdl = ops.pdl
+    rows = q.shape[0]
+    group = spec.heads // spec.kv_heads
+    slots = rows // size
+    heads = made.shape[1] // dim
     turned = torch.empty_like(q)
     block_rope_kernel[(rows, spec.heads + 2 * kv_heads)](
         q, made, cos, sin, cos if attn.q_norm is None else attn.q_norm, cos if attn.k_norm is None else attn.k_norm,
@@ -182,21 +194,27 @@ def attend_block(
         HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), Q_NORM=attn.q_norm is not None,
         K_NORM=attn.k_norm is not None, NORM_V=spec.norm_v, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
-    keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
+    keys = kv.keys[spec.kv_layer]
+    values = kv.values[spec.kv_layer]
+    table = kv.tables[spec.group]
     assert keys is not None and values is not None
     if keys.itemsize == 1:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        keys = keys.view(torch.uint8)
+        values = values.view(torch.uint8)
     far = kv.max_context
     back, window = (min((w for w in windows if w is not None), default=far + capacity) for windows in (
         (spec.window, attn.window), (attn.window,)))
     padded = triton.next_power_of_2(dim)
     bn, bq = (64, 64) if padded <= 128 else (32, 32 if padded <= 256 else 16)
     bq = max(16, min(bq, triton.next_power_of_2(slots * group)))
-    tiles, reach = triton.cdiv(slots * group, bq), min(far, back) + bn
+    tiles = triton.cdiv(slots * group, bq)
+    reach = min(far, back) + bn
     splits = max(1, min(triton.cdiv(PROGRAMS, size * kv_heads * tiles), triton.cdiv(reach, 2 * bn), MAX_SPLITS))
     chunk = triton.cdiv(triton.cdiv(reach, splits), bn) * bn
     out = torch.empty_like(q)
-    kept, partial_out, partial_lse = (rows, spec.heads, splits), out, out
+    kept = (rows, spec.heads, splits)
+    partial_out = out
+    partial_lse = out
     if splits > 1:
         partial_out, partial_lse = (q.new_empty((*kept, width), dtype=torch.float32) for width in (dim, 2))
     block_attend_kernel[(splits, kv_heads * tiles, size)](

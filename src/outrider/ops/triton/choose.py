@@ -47,7 +47,8 @@ def argmax_kernel(
     z, tokens, seed, position, sampled, best, where, n, chunks,
     NOISE: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
     pdl_start(PDL)
@@ -108,7 +109,8 @@ def cluster_bonus_kernel(
     """One program per SOME clusters of one row: temperature times their tokens' largest noise, which is that of the
     smallest bits."""
     row = tl.program_id(0).to(tl.int64)
-    c, i = tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, SPACE)
+    c = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    i = tl.arange(0, SPACE)
     ok = (c < clusters)[:, None] & (i < size)[None, :]
     pdl_start(PDL)
     cluster_bonus = tl.zeros((SOME,), dtype=tl.float32)
@@ -123,7 +125,8 @@ def cluster_bonus(
     ops: Launcher, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor
 ) -> Tensor:
     """tokens [C, S] -> float32 [R, C]."""
-    (clusters, size), rows = tokens.shape, seed.shape[0]
+    clusters, size = tokens.shape
+    rows = seed.shape[0]
     out = torch.empty((rows, clusters), dtype=torch.float32, device=tokens.device)
     space = triton.next_power_of_2(size)
     some = max(1, 2048 // space)
@@ -141,7 +144,8 @@ def top_clusters_kernel(
 ):
     """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id; one program per row. No sort: the
     score that TOP of them reach is found bit by bit, and only those are put in order, by how many beat each."""
-    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SPACE)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, SPACE)
     pdl_start(PDL)
     score = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
     if LEAN:
@@ -151,7 +155,8 @@ def top_clusters_kernel(
     for i in range(32):
         more = least | (1 << (31 - i))
         least = tl.where(tl.sum((key >= more).to(tl.int32), 0) >= TOP, more, least)
-    above, level = key > least, (key == least) & (c < clusters)
+    above = key > least
+    level = (key == least) & (c < clusters)
     room = TOP - tl.sum(above.to(tl.int32), 0)
     taken = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
     tl.store(best + row * TOP + tl.cumsum(taken.to(tl.int32), 0) - 1, c.to(tl.int64), mask=taken)
@@ -179,8 +184,10 @@ def cluster_scores_kernel(
     g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per BS tokens of one cluster of one row: their scores."""
-    row, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at, h = tl.program_id(2) * BS + tl.arange(0, BS), tl.arange(0, BH)
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1)
+    at = tl.program_id(2) * BS + tl.arange(0, BS)
+    h = tl.arange(0, BH)
     pdl_start(PDL)
     cluster = tl.load(best + row * TOP + t)
     query = tl.load(g + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
@@ -195,7 +202,8 @@ def cluster_scores(
     """z [R, C] float32 centroid scores, cluster_bonus [R, C] to be added; g [R, h]; rows [C, S, h] -> cluster ids [R,
     top], logits [R, top, S]."""
     count, clusters = z.shape
-    size, hidden = rows.shape[1], rows.shape[2]
+    size = rows.shape[1]
+    hidden = rows.shape[2]
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
     top_clusters_kernel[(count,)](

@@ -79,9 +79,15 @@ class SteppedDrafter:
 
     def __init__(self, drafter: Any, cuts: StepTiles = StepTiles(), pdl: bool = False, sms: int | None = None):
         """pdl: as TritonOps; sms: None asks the device."""
-        config, device = drafter.config, drafter.device
-        self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
-        self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
+        config = drafter.config
+        device = drafter.device
+        self.drafter = drafter
+        self.config = config
+        self.ops = drafter.ops
+        self.target = drafter.target
+        self.start = drafter.start
+        self.step = drafter.step
+        self.candidates = drafter.candidates
         self.cluster_ids: Tensor | None = drafter.cluster_ids
         self.asm = device.type != "cpu"  # the interpreter has no inline instructions
         self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
@@ -94,15 +100,19 @@ class SteppedDrafter:
         self._allocate()
 
     def _pack(self, chunk: int) -> None:
-        drafter, h, wide = self.drafter, self.config.hidden, self.config.backbone_hidden
+        drafter = self.drafter
+        h = self.config.hidden
+        wide = self.config.backbone_hidden
         self.chunks = triton.cdiv(wide, chunk)
         pre = torch.zeros((2 * self.chunks + 1, h, chunk), dtype=drafter.dtype, device=drafter.device)
         for i in range(self.chunks):
-            left, right = i * chunk, min((i + 1) * chunk, wide)
+            left = i * chunk
+            right = min((i + 1) * chunk, wide)
             pre[i, :, : right - left] = drafter.pre[:, left:right]
             pre[self.chunks + i, :, : right - left] = drafter.pre[:, wide + left : wide + right]
         pre[-1, :, :h] = (drafter.pre[:, wide:].float() @ drafter.post.float()).to(drafter.dtype)
-        self.pre, self.head = rounded(pre.view(-1, chunk)), rounded(drafter.head)
+        self.pre = rounded(pre.view(-1, chunk))
+        self.head = rounded(drafter.head)
         self.layers = [tuple(rounded(m) for m in (b.qkv, b.out, b.gate_up, b.down)) for b in drafter.blocks]
 
     def _splits(self, spec: AttnSpec) -> tuple[int, int]:
@@ -111,20 +121,27 @@ class SteppedDrafter:
         return splits, 16 if spec.kv_heads <= 2 else self.cuts.attend[2]
 
     def _allocate(self) -> None:
-        drafter, h = self.drafter, self.config.hidden
+        drafter = self.drafter
+        h = self.config.hidden
         specs = [b.spec for b in drafter.blocks]
-        wide, inter = max(s.heads * s.head_dim for s in specs), max(b.down.shape[1] for b in drafter.blocks)
+        wide = max(s.heads * s.head_dim for s in specs)
+        inter = max(b.down.shape[1] for b in drafter.blocks)
         self.down_parts = tile_for(inter, h, self.cuts.down)[1]
         parts = max(self.down_parts, tile_for(wide, h, self.cuts.out)[1])
         floats = partial(torch.zeros, dtype=torch.float32, device=drafter.device)
         # the stream before attention, before the MLP
-        self.before, self.between, self.y = floats(h), floats(h), floats(parts, h)
-        self.inputs, self.q, self.g = floats(2 * self.chunks, h), floats(wide), floats(h)
+        self.before = floats(h)
+        self.between = floats(h)
+        self.y = floats(parts, h)
+        self.inputs = floats(2 * self.chunks, h)
+        self.q = floats(wide)
+        self.g = floats(h)
         self.part = floats(max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
         self.ml = floats(max(s.heads * self._splits(s)[0] for s in specs), 2)
         self.mixed, self.act, self.kept = (floats(size).view(torch.int32) for size in (wide, inter, h))
         line = -(-self.programs // 64) * 64  # every step begins at a line of its own
-        self.best, self.ids = floats(MAX_DRAFT, line), floats(MAX_DRAFT, line).view(torch.int32)
+        self.best = floats(MAX_DRAFT, line)
+        self.ids = floats(MAX_DRAFT, line).view(torch.int32)
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, noise: DraftNoise, end: DraftEnd | None = None
@@ -150,7 +167,8 @@ class SteppedDrafter:
         return self.best[None, :steps, : self.programs], self.ids[None, :steps, : self.programs]
 
     def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int) -> None:
-        h, (rows, warps) = self.config.hidden, self.cuts.pre
+        h = self.config.hidden
+        rows, warps = self.cuts.pre
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
             *self.pre, self.target.table, features, self.g, last, self.best[max(0, step - 1)],
             self.ids[max(0, step - 1)], out, self.inputs, self.table_scale, step, H=h, HB=self.config.backbone_hidden,
@@ -190,13 +208,17 @@ class SteppedDrafter:
         return parts
 
     def _layer(self, i: int, state: Any, first: bool) -> None:
-        block, ahead, kv = self.drafter.blocks[i], self.drafter.blocks[max(0, i - 1)], state.kv
+        block = self.drafter.blocks[i]
+        ahead = self.drafter.blocks[max(0, i - 1)]
+        kv = state.kv
         qkv, out, gate_up, down = self.layers[i]
         spec: AttnSpec = block.spec
         stream = (self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm)
         chunks = 0 if i else 2 * self.chunks if first else self.chunks + 1
         self._rows(qkv, stream, self.before, self.q, False, CHUNKS=chunks, PARTS=self.down_parts, SCALED=True)
-        keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
+        keys = kv.keys[spec.kv_layer]
+        values = kv.values[spec.kv_layer]
+        table = kv.tables[spec.group]
         splits, block_keys = self._splits(spec)
         same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
         kernels.attend_kernel[(spec.kv_heads * splits,)](
@@ -214,7 +236,8 @@ class SteppedDrafter:
         self._wide(down, self.act, block.down.shape[1], self.cuts.down)
 
     def _head(self, noise: tuple[Tensor, ...], step: int) -> None:
-        block, (rows, warps, _) = self.drafter.blocks[-1], self.cuts.head
+        block = self.drafter.blocks[-1]
+        rows, warps, _ = self.cuts.head
         stream = (self.between, self.y, block.post_mlp_norm, block.scalar, block.next_norm)
         self._ready(stream, self.g, True, CHUNKS=0, PARTS=self.down_parts, SCALED=True)
         kernels.head_kernel[(self.programs,)](

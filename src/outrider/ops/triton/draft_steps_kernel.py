@@ -70,7 +70,8 @@ def byte(x, i: tl.constexpr):
 @triton.jit
 def times(tile, scale, high, low, factor, ASM: tl.constexpr):
     """tile · x: [BN] float32. ASM: the SM's product of four bytes; without it (the interpreter) spelt out."""
-    a, b = high[None, :, :], low[None, :, :]
+    a = high[None, :, :]
+    b = low[None, :, :]
     if ASM:
         z = tl.inline_asm_elementwise(MADE, "=&r,r,r,r", [tile, a, b], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -159,7 +160,8 @@ def ready_kernel(
     """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm
     itself."""
     h = tl.arange(0, H)
-    after, weight = tl.load(post + h), tl.load(norm + h)
+    after = tl.load(post + h)
+    weight = tl.load(norm + h)
     pdl_start(PDL)
     x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
     n = normed(x, weight, EPS, H)
@@ -189,7 +191,8 @@ def rows_kernel(
         v = times(up, up_scale, high, low, each, ASM)
         keep(out, activate(z, ACTIVATION) * v, pid * BN, N, BN)
     else:
-        after, weight = tl.load(post + h), tl.load(norm + h)
+        after = tl.load(post + h)
+        weight = tl.load(norm + h)
         pdl_start(PDL)
         x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
         if pid == 0:
@@ -250,16 +253,20 @@ def attend_kernel(
     S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per K/V head (all its query heads) and split of the keys; K/V was written before the round."""
-    kv, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    kv = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(0) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
-    d, half, g = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, 16)
+    d = tl.arange(0, D)[None, :]
+    half = tl.arange(0, HALF)[None, :]
+    g = tl.arange(0, 16)
     lo, hi, _ = span(tl.load(positions).to(tl.int32), split, S, WINDOW, BN)
     at, live = block_at(kv, table, lo, hi, page_stride, PAGE, D, BN)
     ka = _wide(tl.load(keys + at + half, mask=live, other=0.0))
     kb = _wide(tl.load(keys + at + HALF + half, mask=live, other=0.0))
     v = _wide(tl.load(values + at + d, mask=live, other=0.0))
-    wa, wb = tl.load(q_norm + half), tl.load(q_norm + HALF + half)
+    wa = tl.load(q_norm + half)
+    wb = tl.load(q_norm + HALF + half)
     if PDL:
         for key in range(lo + BN, hi, BN):
             line = block_at(kv, table, key, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
@@ -272,10 +279,13 @@ def attend_kernel(
         from_q = q + head[:, None] * D + half
         qa = tl.load(from_q, mask=mine, other=0.0)
         qb = tl.load(from_q + HALF, mask=mine, other=0.0)
-        c, sn = tl.load(cos + half), tl.load(sin + half)
+        c = tl.load(cos + half)
+        sn = tl.load(sin + half)
         inv = (tl.rsqrt((tl.sum(qa * qa, 1) + tl.sum(qb * qb, 1)) / D + EPS) * SCALE)[:, None]
-        qa, qb = qa * inv * wa, qb * inv * wb
-        ra, rb = (qa * c - qb * sn).to(ka.dtype), (qb * c + qa * sn).to(ka.dtype)
+        qa = qa * inv * wa
+        qb = qb * inv * wb
+        ra = (qa * c - qb * sn).to(ka.dtype)
+        rb = (qb * c + qa * sn).to(ka.dtype)
         top = tl.full((16,), float("-inf"), dtype=tl.float32)
         mass = tl.zeros((16,), dtype=tl.float32)
         acc = tl.zeros((16, D), dtype=tl.float32)
@@ -305,7 +315,8 @@ def combine_kernel(
     S: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per piece of one head."""
-    head, piece = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
+    piece = tl.program_id(1)
     position = tl.load(positions).to(tl.int32)
     lo, _, each = span(position, 0, S, WINDOW, BN)
     used = tl.cdiv(position + 1 - lo, each)
@@ -333,7 +344,10 @@ def head_kernel(
     scale = tl.load(ws + pid * BN + n)
     pdl_start(PDL)
     high, low, each = taken(kept, 0, H, H)
-    warm, heat, key, at = tl.load(sampled) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
+    warm = tl.load(sampled) != 0
+    heat = tl.load(temperature)
+    key = tl.load(seed)
+    at = tl.load(position) + step
     tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
     tokens = tl.zeros((BN,), dtype=tl.int32)
     for t in range(pid, V // BN, PROGRAMS):
@@ -347,7 +361,8 @@ def head_kernel(
             z = z / heat + gumbel((t * BN + n).to(tl.int64), key, at)
         tokens = tl.where(z > tops, t * BN + n, tokens)
         tops = tl.maximum(tops, z)
-        tile, scale = ahead, next_scale
+        tile = ahead
+        scale = next_scale
     most = tl.max(tops, 0)
     tl.store(best + pid, most)
     tl.store(ids + pid, tl.min(tl.where(tops == most, tokens, 0x7FFFFFFF), 0))

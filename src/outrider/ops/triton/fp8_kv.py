@@ -23,7 +23,8 @@ def is_fp8(kv: KVView, spec: AttnSpec) -> bool:
 
 def kv_tensors(kv: KVView, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """A layer's keys and values as kernels take them: of eight bits as words of two columns."""
-    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+    keys = kv.keys[spec.kv_layer]
+    values = kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     return (keys.view(torch.int16), values.view(torch.int16)) if keys.itemsize == 1 else (keys, values)
 

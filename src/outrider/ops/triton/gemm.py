@@ -54,7 +54,9 @@ def linear_kernel(
     SERIAL_SPLITK: this program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are powers
     of two, batches are not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none. X_READY: x is
     complete when the kernel starts, u when the previous one is."""
-    pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    split = tl.program_id(2)
     rows = pid_m * (BM + BM2) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
     SIDES: tl.constexpr = 2 if GATED else 1
@@ -191,7 +193,8 @@ def chain(
     """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM,
     WN]. SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
     ks = tl.arange(0, BK)
-    x_ptr, w_ptr = x_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
+    x_ptr = x_row[:, None] + ks[None, :]
+    w_ptr = w_row[:, None] + ks[None, :]
     acc = tl.zeros((WN, BM) if SWAP_AB else (BM, WN), dtype=tl.float32)
     for k in range(k_from, k_to, BK):
         if EVEN:
@@ -217,7 +220,9 @@ def _pair(
 ):
     """Two swapped chains that share the loaded weights: [BM, WN] and [BM2, WN]."""
     ks = tl.arange(0, BK)
-    x_ptr, y_ptr, w_ptr = x_row[:, None] + ks[None, :], y_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
+    x_ptr = x_row[:, None] + ks[None, :]
+    y_ptr = y_row[:, None] + ks[None, :]
+    w_ptr = w_row[:, None] + ks[None, :]
     acc = tl.zeros((WN, BM), dtype=tl.float32)
     also = tl.zeros((WN, BM2), dtype=tl.float32)
     for k in range(k_from, k_to, BK):
@@ -283,7 +288,9 @@ class GemmDevice:
 def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
     """Compile the kernel for this number of rows of this kind and launch nothing: meta tensors replace the real
     ones."""
-    shell, sides, wgmma = partial(torch.empty, device="meta"), 2 if kind.gated else 1, device.wgmma
+    shell = partial(torch.empty, device="meta")
+    sides = 2 if kind.gated else 1
+    wgmma = device.wgmma
     bias = None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias)
     mul = None if kind.mul is None else shell((rows, kind.mul[1]), dtype=kind.mul[0])[:, : kind.n]
     end = Epilogue(bias, mul, kind.act, 1.0 if kind.softcap else None, kind.out_dtype)
@@ -308,8 +315,10 @@ class Precompiler:
     def __init__(self, compile_one: Callable[[Any, int], None], variant: Callable[[Any, int], Hashable]):
         """compile_one(kind, rows): compiles, launches nothing; may fail. variant(kind, rows): numbers of rows that
         share it share the kernel."""
-        self._compile, self._variant = compile_one, variant
-        self._asked, self._rows = dict[Hashable, None](), set[int]()
+        self._compile = compile_one
+        self._variant = variant
+        self._asked = dict[Hashable, None]()
+        self._rows = set[int]()
         self._made: set[tuple[Hashable, Hashable]] = set()
 
     def before(self, kind: Hashable, rows: int) -> None:
@@ -338,7 +347,8 @@ def dense_gemm(
     n = w.shape[0] // 2 if end.gated else w.shape[0]
     if device.ahead is not None and lora is None and tile is None:
         mul = None if end.mul is None else (end.mul.dtype, end.mul.stride(0))
-        bias, out_dtype = None if end.bias is None else end.bias.dtype, end.out_dtype or x.dtype
+        bias = None if end.bias is None else end.bias.dtype
+        out_dtype = end.out_dtype or x.dtype
         kind = GemmKind(n, w.shape[1], x.dtype, out_dtype, end.gated, end.act, bias, mul, end.softcap is not None)
         device.ahead.before(kind, x.shape[0])
     if device.wgmma is not None and end.mul is None and tile is None and x.shape[0] > FUSED_ROWS:
@@ -367,7 +377,10 @@ def launch_of(
     x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue, tile: GemmReduction | None = None,
     shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> GemmLaunch:
-    gated, pdl, itemsize, (rows, k) = end.gated, device.pdl, w.element_size(), x.shape
+    gated = end.gated
+    pdl = device.pdl
+    itemsize = w.element_size()
+    rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     tile = tile or choose_reduction(n, k, gated, itemsize)
     span = tile.span(k)
@@ -384,7 +397,8 @@ def launch_of(
         num_stages=shape.stages, launch_pdl=pdl, **constants,
     )
     numbers = (mul_stride, span, softcap)
-    tiles_m, tiles_n = triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn)
+    tiles_m = triton.cdiv(rows, shape.bm + shape.bm2)
+    tiles_n = triton.cdiv(n, shape.bn)
     sums_of_tile = (shape.bm + shape.bm2) * shape.bn * (2 if gated else 1)
     assert lora is None or not shape.bm2, "changes are added to products of few rows"
     if shape.tma and device.streamk and device.shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):

@@ -169,7 +169,8 @@ def config_for_rows(
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
     # two programs for the rows would read each weight twice in 64s
     if rows > 64 and wide == 64 and tile.splits * tiles >= 36:
-        wide, bm = 128, 128 if gated and tiles >= 90 else 64
+        wide = 128
+        bm = 128 if gated and tiles >= 90 else 64
     if bm >= 64 and gated and k <= 2048 and tiles >= 180:
         wide = 256
     serial_splitk = tile.splits > 1 and triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide) >= 100

@@ -33,20 +33,28 @@ def streamk_kernel(
     tl.static_assert(SPLITS == 1)
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)  # of a tile's sums
-    me, programs = tl.program_id(0), tl.num_programs(0)
+    me = tl.program_id(0)
+    programs = tl.num_programs(0)
     tiles_m = tl.cdiv(M, BM + BM2)
-    tiles, steps = tiles_m * tl.cdiv(N, BN), tl.cdiv(K, BK)
+    tiles = tiles_m * tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
     cut = tiles % programs + programs if CUT else 0  # tiles that are cut into parts: each has more than one
-    begin, end = cut * steps * me // programs, cut * steps * (me + 1) // programs
-    first, last = begin // steps, (end + steps - 1) // steps - 1
+    begin = cut * steps * me // programs
+    end = cut * steps * (me + 1) // programs
+    first = begin // steps
+    last = (end + steps - 1) // steps - 1
     parts = last - first + 1
     for i in tl.range(0, parts + (tiles - cut) // programs):
-        tile, low, high = last - i, 0, steps
+        tile = last - i
+        low = 0
+        high = steps
         if i >= parts:
             tile = cut + me + (i - parts) * programs
         else:
-            low, high = tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps)
-        row, col = tile % tiles_m * (BM + BM2), tile // tiles_m * BN
+            low = tl.maximum(begin - tile * steps, 0)
+            high = tl.minimum(end - tile * steps, steps)
+        row = tile % tiles_m * (BM + BM2)
+        col = tile // tiles_m * BN
         if CUT and low > 0:
             # Begun by the program before this one, which did so first of all: there is hardly ever a wait.
             while tl.atomic_add(semaphores + me, 0, sem="acquire") == 0:
@@ -84,8 +92,10 @@ def splitk_kernel(
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)
     tiles_n = tl.cdiv(N, BN)
-    split, tile = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    row, col = tile // tiles_n * (BM + BM2), tile % tiles_n * BN
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    row = tile // tiles_n * (BM + BM2)
+    col = tile % tiles_n * BN
     a, b, c, d = _zeros(BM, BM2, BN, GATED)
     to = tl.minimum(split * k_span + k_span, K)
     a, b, c, d = _chain(x, y, w, row, col, split * k_span, to, N, a, b, c, d, BM, BK, GATED)
@@ -112,10 +122,13 @@ def splitk_kernel(
 # The sums of a tile are four blocks: [BN, BM] and [BN, BM2], and the same of up; ungated, the latter stand for nothing.
 @triton.jit
 def _zeros(BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    a, b = tl.zeros((BN, BM), dtype=tl.float32), tl.zeros((BN, BM2), dtype=tl.float32)
-    c, d = a, b
+    a = tl.zeros((BN, BM), dtype=tl.float32)
+    b = tl.zeros((BN, BM2), dtype=tl.float32)
+    c = a
+    d = b
     if GATED:
-        c, d = tl.zeros((BN, BM), dtype=tl.float32), tl.zeros((BN, BM2), dtype=tl.float32)
+        c = tl.zeros((BN, BM), dtype=tl.float32)
+        d = tl.zeros((BN, BM2), dtype=tl.float32)
     return a, b, c, d
 
 
@@ -129,7 +142,8 @@ def _chain(x, y, w, row, col, k_from, k_to, N, a, b, c, d, BM: tl.constexpr, BK:
 
 @triton.jit
 def _step(x, y, w, row, col, k, N, a, b, c, d, BM: tl.constexpr, GATED: tl.constexpr):
-    gate, these = w.load([col, k]), x.load([row, k])
+    gate = w.load([col, k])
+    these = x.load([row, k])
     a = tl.dot(gate, these.T, a)
     if GATED:
         up = w.load([N + col, k])
@@ -154,7 +168,8 @@ def _leave(to, a, b, c, d, BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr
 def _take(of, BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
     a = tl.load(of + _places(BN, BM), cache_modifier=".cg")
     b = tl.load(of + BN * BM + _places(BN, BM2), cache_modifier=".cg")
-    c, d = a, b
+    c = a
+    d = b
     if GATED:
         c = tl.load(of + BN * (BM + BM2) + _places(BN, BM), cache_modifier=".cg")
         d = tl.load(of + BN * (2 * BM + BM2) + _places(BN, BM2), cache_modifier=".cg")
@@ -167,8 +182,13 @@ def _finish(
     BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    cols, rows, more = col + tl.arange(0, BN), row + tl.arange(0, BM), row + BM + tl.arange(0, BM2)
-    a, b, c, d = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
+    cols = col + tl.arange(0, BN)
+    rows = row + tl.arange(0, BM)
+    more = row + BM + tl.arange(0, BM2)
+    a = tl.trans(a)
+    b = tl.trans(b)
+    c = tl.trans(c)
+    d = tl.trans(d)
     epilogue(a, c, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
     epilogue(b, d, bias, mul, out, more, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
 

@@ -16,7 +16,9 @@ from .nvrtc_kernels import NvrtcKernels
 from .wna16_gemv import ACTS
 
 SOURCE = FOLDER / "gemm_wgmma.cu"
-BM, BK, THREADS = 128, 64, 384
+BM = 128
+BK = 64
+THREADS = 384
 GROUP = 8  # pairs of tiles of rows that go through all weights together: 2,048 rows, whose x stays in L2
 Problem = struct(SOURCE.name, "Problem")
 
@@ -37,7 +39,9 @@ class WgmmaTile:
 
 
 class GemmWgmma(NvrtcKernels):
-    source, what, own = SOURCE, "products of many rows go", True
+    source = SOURCE
+    what = "products of many rows go"
+    own = True
 
     def product(
         self, x: Tensor, w: Tensor, end: Epilogue, pdl: bool, reduction: GemmReduction, tile: WgmmaTile
@@ -45,9 +49,12 @@ class GemmWgmma(NvrtcKernels):
         """x [R, K] · wᵀ [N, K] -> [R, N], or [R, N / 2] where half of w's rows are gates; None: not one of these."""
         if not self.usable or not suits(x, w, end):
             return None
-        (rows, k), n, clusters = x.shape, w.shape[0] // (2 if end.gated else 1), self.sms // 2
+        rows, k = x.shape
+        n = w.shape[0] // (2 if end.gated else 1)
+        clusters = self.sms // 2
         a, b = (w, x) if tile.swap_ab else (x, w)
-        pairs, tiles_b = triton.cdiv(a.shape[0], 2 * BM), triton.cdiv(b.shape[0], tile.bn)
+        pairs = triton.cdiv(a.shape[0], 2 * BM)
+        tiles_b = triton.cdiv(b.shape[0], tile.bn)
         even = pairs * tiles_b < clusters or pairs * tiles_b % clusters == 0
         tile = replace(tile, cut=tile.cut and not even)
         span = reduction.span(k)

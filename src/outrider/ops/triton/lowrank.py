@@ -29,7 +29,9 @@ from ..cuda.runtime import struct
 from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_start, precision, prefetch, weight_rows
 
 BK = 128  # columns fetched at a time
-SPAN_STEPS, MAX_SPANS = 3, 24  # minimum blocks of BK columns per span; maximum spans
+# minimum blocks of BK columns per span; maximum spans
+SPAN_STEPS = 3
+MAX_SPANS = 24
 Lora = struct("lora.cuh", "Lora")
 FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds the changes
 
@@ -85,11 +87,13 @@ def shrink_kernel(
     SPANS: tl.constexpr, PREFETCH: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """sums float32 [SPANS, rows, PARTS · RANK] -> u [rows, PARTS · RANK]."""
-    first, count = tl.load(ranges + tl.program_id(0) * 3), tl.load(ranges + tl.program_id(0) * 3 + 1)
+    first = tl.load(ranges + tl.program_id(0) * 3)
+    count = tl.load(ranges + tl.program_id(0) * 3 + 1)
     slot = tl.load(ranges + tl.program_id(0) * 3 + 2)
     k_from = tl.program_id(1) * span
     k_to = tl.minimum(k_from + span, K)
-    part, rank = tl.program_id(2) // (RANK // BR), tl.program_id(2) % (RANK // BR) * BR
+    part = tl.program_id(2) // (RANK // BR)
+    rank = tl.program_id(2) % (RANK // BR) * BR
     some = tl.maximum(slot, 0)
     ks = tl.arange(0, BK)
     a_row = a + ((some.to(tl.int64) * PARTS + part) * RANK + rank + tl.arange(0, BR)) * K
@@ -131,7 +135,8 @@ def shrink_kernel(
 
 def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl: bool = False) -> Shrunk:
     """scale · A x of the rows x [R, in]. counters: left at 0; not the product's, next to which this runs."""
-    (rows, k), (_, parts, rank, _) = x.shape, change.a.shape
+    rows, k = x.shape
+    _, parts, rank, _ = change.a.shape
     span = span_of(k)
     spans = triton.cdiv(k, span)
     u = x.new_empty((rows, parts * rank), dtype=change.b.dtype)
@@ -173,12 +178,14 @@ def lowrank_delta(
     """float32 [BM, WIDE]: what is added to the product of the rows `rows` (live: valid ones) with the weight's rows
     `w_rows`. u of a row is multiplied with the columns of its own range, and zeros with the others, which changes no
     sum. END_0, END_1: where the first two of PARTS matrices end."""
-    r, j = tl.arange(0, RANGES), tl.arange(0, BR)
+    r = tl.arange(0, RANGES)
+    j = tl.arange(0, BR)
     first = tl.load(ranges + r * 3, mask=r < count, other=0)
     end = first + tl.load(ranges + r * 3 + 1, mask=r < count, other=0)
     own = (rows[:, None] >= first[None, :]) & (rows[:, None] < end[None, :])  # [BM, RANGES]
     part_of = (w_rows >= END_0).to(tl.int32) * (PARTS > 1) + (w_rows >= END_1).to(tl.int32) * (PARTS > 2)
-    lowest, highest = tl.min(part_of, 0), tl.max(part_of, 0)
+    lowest = tl.min(part_of, 0)
+    highest = tl.max(part_of, 0)
     delta = tl.zeros((BM, WIDE), dtype=tl.float32)
     for part in tl.static_range(PARTS):
         if (lowest <= part) & (part <= highest):
@@ -210,7 +217,8 @@ def expand_kernel(
     SIDES: tl.constexpr = 2 if GATED else 1
     WIDE: tl.constexpr = BN * SIDES
     SIDE_BY_SIDE: tl.constexpr = RANGES if RANGES > 0 else 1
-    rows, end = tl.program_id(0) * BM + tl.arange(0, BM), M
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    end = M
     if RANGES == 0:
         ranges += tl.program_id(0) * 3
         num_ranges = 1
@@ -234,8 +242,11 @@ def expand_kernel(
 
 def expand(y: Tensor, shrunk: Shrunk, act: str = "", mul: Tensor | None = None, pdl: bool = False) -> Tensor:
     """y [R, N] with the changes of the slots, in place; with `act` act(y) * mul, or without mul act(gate) * up."""
-    change, ranges, gated = shrunk.change, shrunk.ranges, bool(act) and mul is None
-    rows, n = y.shape[0], y.shape[1] // 2 if gated else y.shape[1]
+    change = shrunk.change
+    ranges = shrunk.ranges
+    gated = bool(act) and mul is None
+    rows = y.shape[0]
+    n = y.shape[1] // 2 if gated else y.shape[1]
     whole = shrunk.fits and rows <= 64
     bm = max(RANGE_ROWS, triton.next_power_of_2(rows)) if whole else RANGE_ROWS
     bn = 32 if gated else 64

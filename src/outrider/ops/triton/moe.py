@@ -33,7 +33,8 @@ def experts_kernel(
 ):
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile
     of pairs, counted through the experts; programs past the last tile leave at once."""
-    pid_n, t = tl.program_id(0), tl.program_id(1)
+    pid_n = tl.program_id(0)
+    t = tl.program_id(1)
     pdl_start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     if some:
@@ -78,7 +79,8 @@ def mix_epilogue_kernel(
     i = tl.arange(0, BLOCK)
     ok = i < n
     kind = x_out.dtype.element_ty
-    dw, pw = tl.load(dense_w + i, mask=ok, other=0.0), tl.load(post_w + i, mask=ok, other=0.0)
+    dw = tl.load(dense_w + i, mask=ok, other=0.0)
+    pw = tl.load(post_w + i, mask=ok, other=0.0)
     if OUT:
         ow = tl.load(out_w + i, mask=ok, other=0.0)
     if NEXT:
@@ -134,9 +136,12 @@ def grouped_gemm(
         quant_product(source, w, to, pairs, share, act, pdl, tile)
         return
     tile = expert_tile(pairs.count, pairs.experts)
-    n, k = to.shape[1], source.shape[1]
-    float32, gated = source.dtype == torch.float32, act is not None
-    bk, bn = 32 if float32 else 64, tile.bn // 2 if gated else tile.bn
+    n = to.shape[1]
+    k = source.shape[1]
+    float32 = source.dtype == torch.float32
+    gated = act is not None
+    bk = 32 if float32 else 64
+    bn = tile.bn // 2 if gated else tile.bn
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(tile.bm))](
         source, as_tensor(w), pairs.members, pairs.counts, to, n, k, EXPERTS=pairs.experts, BLOCK_E=pairs.block,
         SHARE=share, GATED=gated, ACT=act or "", BM=tile.bm, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone,
@@ -154,7 +159,8 @@ def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight,
 
 def experts(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool) -> Tensor:
     """x [R, H] -> [R, H]; pairs: of these rows."""
-    pair_out, out = products(pairs, x, gate_up, down, act, pdl), torch.empty_like(x)
+    pair_out = products(pairs, x, gate_up, down, act, pdl)
+    out = torch.empty_like(x)
     rows, hidden = x.shape
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](
         pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -167,7 +173,8 @@ def mix(
 ) -> tuple[Tensor, Tensor]:
     """pair_out [pairs, H], weight float32 [pairs]; dense [R, H], or float32 [parts, R, H]: spans that are still to be
     added -> the residual stream [R, H], and its norm by end.next_norm (itself where there is none)."""
-    (rows, hidden), x = stream.shape, stream.contiguous()
+    rows, hidden = stream.shape
+    x = stream.contiguous()
     whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
     given = (end.post_norm, end.scale, end.next_norm)
     post, scaled, normed = (whole and w is not None for w in given)

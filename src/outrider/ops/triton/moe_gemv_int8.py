@@ -23,10 +23,20 @@ from .repack import Codes, QuantWeight
 from .wna16_gemv import ACTS, units_of
 
 SOURCE = FOLDER / "moe_gemv_int8.cu"
-MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
-MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
+MOST_ROWS = 8
+MOST_PAIRS = 64
+MOST_EXPERTS = 128
+MOST_CHUNKS = 24
+MOST_WARPS = 32
+MOST_STAGES = 4
+# of the router
+MOST_SPANS = 8
+MOST_COLUMNS = 512
 # of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
-WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040
+WORDS = 2048
+STAGE = 2112
+X_BYTES = 256
+CHOICES = 1040
 MAX_MOE_GEMV_ROWS = 3  # rows up to which they were faster: five take 95 us per layer on an H200, in Triton's tiles 89
 Mixture = struct(SOURCE.name, "Mixture")
 
@@ -80,7 +90,10 @@ class MoeGemvPlan:
     def of(
         rows: int, experts_of: ExpertWeights, beside: SharedMLP | None, sms: int, room: int
     ) -> MoeGemvPlan | None:
-        router, gate_up, down, top = experts_of.router, experts_of.gate_up, experts_of.down, experts_of.top_k
+        router = experts_of.router
+        gate_up = experts_of.gate_up
+        down = experts_of.down
+        top = experts_of.top_k
         if not isinstance(gate_up, QuantExperts) or not isinstance(down, QuantExperts):
             return None
         if not grouped(gate_up.matrix) or not by_row(down.matrix):
@@ -89,23 +102,35 @@ class MoeGemvPlan:
         if routed is None or tuple(router.shape) != (down.shape[0], down.shape[1]):
             return None
         experts, hidden, inner = down.shape
-        chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
+        chunks = gate_up.matrix.chunks
+        deep = down.matrix.chunks
         most = 1 if rows == 1 else MOST_ROWS
         # a warp chooses; among several rows a place has four bits
         chosen = top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS
         fits = 0 < rows <= MOST_ROWS and chosen and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
         if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
             return None
-        tiles, units, dense = top * inner // 8, top * hidden // 16, 0
-        (span, splits), (down_span, down_splits), down_chunks = (chunks, 1), (0, 0), 0
+        tiles = top * inner // 8
+        units = top * hidden // 16
+        dense = 0
+        span, splits = (chunks, 1)
+        down_span, down_splits = (0, 0)
+        down_chunks = 0
         if beside is not None:
-            dense, down_chunks = beside.down.shape[1], beside.down.chunks
-            of_gate_up, of_down = units_of(beside.gate_up), units_of(beside.down)
-            span, splits, down_span, down_splits = of_gate_up.span, of_gate_up.splits, of_down.span, of_down.splits
-            tiles, units = tiles + dense // 8, units + hidden // 16 * down_splits
+            dense = beside.down.shape[1]
+            down_chunks = beside.down.chunks
+            of_gate_up = units_of(beside.gate_up)
+            of_down = units_of(beside.down)
+            span = of_gate_up.span
+            splits = of_gate_up.splits
+            down_span = of_down.span
+            down_splits = of_down.splits
+            tiles = tiles + dense // 8
+            units = units + hidden // 16 * down_splits
         # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as
         # many warps as fit.
-        each, (listed, pad) = -(-tiles // sms), (CHOICES, 64) if most > 1 else (0, 0)
+        each = -(-tiles // sms)
+        listed, pad = (CHOICES, 64) if most > 1 else (0, 0)
         sums = chunks * (each if most == 1 else 2) * (64 + most * (64 + pad // 4)) + listed
         stages = min(MOST_STAGES, each, (room - sums) // (chunks * STAGE))
         warp = deep * WORDS + most * (deep * X_BYTES + pad)
@@ -143,7 +168,8 @@ class MoeGemvLayer:
 
 
 class MoeGemvInt8(NvrtcKernels):
-    source, what = SOURCE, "experts in int8 at up to 3 tokens go"
+    source = SOURCE
+    what = "experts in int8 at up to 3 tokens go"
 
     def plan(self, x: Tensor, experts: ExpertWeights, shared: SharedMLP | None) -> MoeGemvPlan | None:
         """None: not supported."""
@@ -161,9 +187,11 @@ class MoeGemvInt8(NvrtcKernels):
 
     def logits(self, layer: MoeGemvLayer, router_in: Tensor, pdl: bool) -> Tensor:
         """router_in [R, H] -> float32 [R, E]."""
-        router, (span, splits) = as_tensor(layer.experts.router), layer.plan.router
+        router = as_tensor(layer.experts.router)
+        span, splits = layer.plan.router
         z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
-        given, shared = (router_in.data_ptr(), router.data_ptr(), z.data_ptr()), splits * (8 * (2 * span + 32) + 256)
+        given = (router_in.data_ptr(), router.data_ptr(), z.data_ptr())
+        shared = splits * (8 * (2 * span + 32) + 256)
         layer.kernels[0](len(router) // 8, 32 * splits, shared, [*given, layer.plan.shape], pdl)
         return z
 
@@ -173,16 +201,22 @@ class MoeGemvInt8(NvrtcKernels):
         """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP reads ->
         pairs [R · top, H], their weights float32 [R · top], and the dense MLP's partial sums float32 [spans, R, H],
         empty if it is not included."""
-        plan, experts, shape = layer.plan, layer.experts, layer.plan.shape
+        plan = layer.plan
+        experts = layer.experts
+        shape = layer.plan.shape
         count = shape.rows * shape.top
-        between, pairs = x.new_empty((count, shape.inner)), x.new_empty((count, shape.hidden))
-        weight, dense_between = x.new_empty(count, dtype=torch.float32), x.new_empty((shape.rows, shape.dense))
+        between = x.new_empty((count, shape.inner))
+        pairs = x.new_empty((count, shape.hidden))
+        weight = x.new_empty(count, dtype=torch.float32)
+        dense_between = x.new_empty((shape.rows, shape.dense))
         dense_out = x.new_empty((shape.down_splits, shape.rows, shape.hidden), dtype=torch.float32)
         assert isinstance(experts.gate_up, QuantExperts) and isinstance(experts.down, QuantExperts)
-        a, b = experts.gate_up.matrix, experts.down.matrix
+        a = experts.gate_up.matrix
+        b = experts.down.matrix
         first, second = (a, b) if layer.mlp is None else (layer.mlp.gate_up, layer.mlp.down)
         assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
-        blocks, (_, gate_up, down) = self.sms, layer.kernels
+        blocks = self.sms
+        _, gate_up, down = layer.kernels
         at = lambda *tensors: [t.data_ptr() for t in tensors]  # noqa: E731
         scale = experts.expert_scale
         given = at(z, scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)

@@ -52,7 +52,8 @@ def per_layer_kernel(
     ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One program per row: one layer's part of it."""
-    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < n
     gain = tl.load(w + i, mask=ok, other=0.0)
@@ -71,7 +72,9 @@ def per_layer_kernel(
 def per_layer_inputs(
     ops: Launcher, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float
 ) -> Tensor:
-    dense, rows, width = as_tensor(table), projected.shape[0], w.shape[0]
+    dense = as_tensor(table)
+    rows = projected.shape[0]
+    width = w.shape[0]
     layers = projected.shape[1] // width
     out = torch.empty((layers, rows, width), dtype=projected.dtype, device=projected.device)
     factor = float(torch.tensor(width**0.5, dtype=dense.dtype))  # rounded as in embed
@@ -100,7 +103,8 @@ def residual_norm_kernel(
     if NEXT and EARLY:
         nw = tl.load(next_w + i, mask=ok, other=0.0)
     if MORE and EARLY:
-        w2, w3 = tl.load(second_w + i, mask=ok, other=0.0), tl.load(third_w + i, mask=ok, other=0.0)
+        w2 = tl.load(second_w + i, mask=ok, other=0.0)
+        w3 = tl.load(third_w + i, mask=ok, other=0.0)
     if SCALE:
         factor = tl.load(scale).to(kind).to(tl.float32)
     pdl_start(PDL)
@@ -122,7 +126,8 @@ def residual_norm_kernel(
         tl.store(h_out + row * n + i, (h * nw).to(kind), mask=ok)
         if MORE:
             if not EARLY:
-                w2, w3 = tl.load(second_w + i, mask=ok, other=0.0), tl.load(third_w + i, mask=ok, other=0.0)
+                w2 = tl.load(second_w + i, mask=ok, other=0.0)
+                w3 = tl.load(third_w + i, mask=ok, other=0.0)
             tl.store(second_out + row * n + i, (h * w2).to(kind), mask=ok)
             tl.store(third_out + row * n + i, (h * w3).to(kind), mask=ok)
 
@@ -134,7 +139,8 @@ def residual_norm(
     """The sum, and its norms by next_w and more (the sum itself in place of those not asked for)."""
     rows, width = x.shape
     early = rows < PROMPT
-    x, y = x.contiguous(), y.contiguous()
+    x = x.contiguous()
+    y = y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)
     second, third = (x_out, x_out) if more is None else (torch.empty_like(x), torch.empty_like(x))
@@ -160,7 +166,9 @@ def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.const
 
 
 def embed(ops: Launcher, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
-    dense, ids = as_tensor(table), ids.contiguous()  # a column of [B, K] tokens would be read as a row
+    # a column of [B, K] tokens would be read as a row
+    dense = as_tensor(table)
+    ids = ids.contiguous()
     width = dense.shape[1]
     out = dense.new_empty((ids.shape[0], width))
     factor = float(torch.tensor(scale, dtype=dense.dtype))  # on the host: rounded as the twin rounds it
@@ -196,7 +204,8 @@ def clamp_kernel(x, low, high, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n
-    least, most = tl.load(low + i, mask=ok, other=0.0), tl.load(high + i, mask=ok, other=0.0)
+    least = tl.load(low + i, mask=ok, other=0.0)
+    most = tl.load(high + i, mask=ok, other=0.0)
     pdl_start(PDL)
     value = tl.load(x + row * n + i, mask=ok, other=0.0)
     tl.store(x + row * n + i, tl.minimum(tl.maximum(value, least), most), mask=ok)

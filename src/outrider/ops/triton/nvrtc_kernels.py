@@ -26,8 +26,10 @@ class NvrtcKernels:
 
     def __init__(self, device: torch.device, semaphores: Tensor):
         """semaphores: counters that every launch leaves at 0."""
-        self.device, self.semaphores = device, semaphores
-        self.sms, self.room = sm_count(device), max_smem(device)
+        self.device = device
+        self.semaphores = semaphores
+        self.sms = sm_count(device)
+        self.room = max_smem(device)
         self.made: dict[tuple[object, ...], Kernel] = {}
         self.usable = True
 

@@ -102,8 +102,11 @@ class TritonOps(ReferenceOps):
         return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
-    embed, per_layer_inputs, rms_norm = norm.embed, norm.per_layer_inputs, norm.rms_norm
-    act_mul, clamp_columns = norm.act_mul, norm.clamp_columns
+    embed = norm.embed
+    per_layer_inputs = norm.per_layer_inputs
+    rms_norm = norm.rms_norm
+    act_mul = norm.act_mul
+    clamp_columns = norm.clamp_columns
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor:
         """x [R, in] · w [out, in], and what `end` makes of it."""
@@ -115,7 +118,8 @@ class TritonOps(ReferenceOps):
             made = self.product(x, w, replace(end, mul=None, act=""))
             gate, up = made.chunk(2, dim=-1) if end.mul is None else (made, end.mul)
             return self.act_mul(gate, up, end.act)
-        outs, at = [], 0
+        outs = []
+        at = 0
         for part in w.parts:
             rows = slice(at, at + part.shape[0])
             outs.append(self.multiply(x, part, replace(end, bias=None if end.bias is None else end.bias[rows])))
@@ -124,7 +128,8 @@ class TritonOps(ReferenceOps):
 
     def multiply(self, x: Tensor, w: QuantWeight, end: Epilogue) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""
-        few, more = x.shape[0] <= MAX_GEMV_TOKENS, x.shape[0] <= MAX_WGMMA_TOKENS
+        few = x.shape[0] <= MAX_GEMV_TOKENS
+        more = x.shape[0] <= MAX_WGMMA_TOKENS
         kernels = self.few if few else self.more if more else self.many
         out = kernels.product(x, w, end, self.pdl) if kernels is not None else None
         return quant_linear(x, w, self.semaphores, end, self.pdl) if out is None else out
@@ -194,8 +199,11 @@ class TritonOps(ReferenceOps):
         return self.product(h, w, Epilogue(softcap=softcap, out_dtype=torch.float32))
 
     # ---- attention ----------------------------------------------------------------------------------------------
-    rope_angles, rope_write, rotate_heads = rope.rope_angles, rope.rope_write, rope.rotate_heads
-    write_context, attend_block = rope.write_context, block_attention.attend_block
+    rope_angles = rope.rope_angles
+    rope_write = rope.rope_write
+    rotate_heads = rope.rotate_heads
+    write_context = rope.write_context
+    attend_block = block_attention.attend_block
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
         return self.attend_span(q, spec, kv, 0)
@@ -209,8 +217,11 @@ class TritonOps(ReferenceOps):
         return attention.attend(q, spec, kv, self.pdl, span_end=end)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
-    branch, chain_with_runner_ups = trees.branch, trees.chain_with_runner_ups
-    build_fixed_tree, accept_path, compact_kv = trees.build_fixed_tree, trees.accept_path, trees.compact_kv
+    branch = trees.branch
+    chain_with_runner_ups = trees.chain_with_runner_ups
+    build_fixed_tree = trees.build_fixed_tree
+    accept_path = trees.accept_path
+    compact_kv = trees.compact_kv
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
@@ -244,7 +255,8 @@ class TritonOps(ReferenceOps):
     def _mixed(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer, join: Callable[[], bool]
     ) -> tuple[Tensor, Tensor]:
-        pairs, experts = self.route(router_in, layer.experts), layer.experts
+        pairs = self.route(router_in, layer.experts)
+        experts = layer.experts
         pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
         return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, join())
 
@@ -271,7 +283,9 @@ class TritonOps(ReferenceOps):
         return type(self)(self.semaphores.device, pdl=False), torch.cuda.Stream(self.semaphores.device)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
-    argmax, gumbel_argmax, cluster_bonus = choose.argmax, choose.gumbel_argmax, choose.cluster_bonus
+    argmax = choose.argmax
+    gumbel_argmax = choose.gumbel_argmax
+    cluster_bonus = choose.cluster_bonus
 
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
@@ -289,4 +303,5 @@ class DenseTritonOps(TritonOps):
     """All weights in 16 bits, whatever the file holds."""
 
     capabilities = replace(TritonOps.capabilities, quantizes=())
-    pack_weights, quantize = ReferenceOps.pack_weights, ReferenceOps.quantize
+    pack_weights = ReferenceOps.pack_weights
+    quantize = ReferenceOps.quantize

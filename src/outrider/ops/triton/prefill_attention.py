@@ -47,7 +47,8 @@ def attend(
     keys, values = kv_tensors(kv, spec)
     cut = cut or choose_reduction(spec, q.dtype, max_smem(q.device))
     shape = shape or choose_prefill_config(spec, cut)
-    out, table = torch.empty_like(q), kv.tables[spec.group]
+    out = torch.empty_like(q)
+    table = kv.tables[spec.group]
     tiles = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), shape.bq)
     prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * LOG2E,
@@ -81,7 +82,9 @@ def prompt_kernel(
 ):
     """One program per tile of BQ queries (rows times the heads that share a K/V head) of one sequence, the last tiles
     first: they see most keys."""
-    tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
     PIECE: tl.constexpr = D // 4
@@ -89,15 +92,18 @@ def prompt_kernel(
     WORDS: tl.constexpr = D // PLANES
     if PDL:
         gdc_launch_dependents()
-    first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
-    count, begin = (end - first) * GROUP, tile * BQ
+    first = tl.load(row_start + b)
+    end = tl.load(row_start + b + 1)
+    count = (end - first) * GROUP
+    begin = tile * BQ
     table += b * table_stride
     if begin < count:
         m = begin + tl.arange(0, BQ)
         row = (first + tl.minimum(m, count - 1) // GROUP).to(tl.int64)
         head = kv_head * GROUP + m % GROUP
         at = tl.load(positions + row).to(tl.int32)  # [BQ]
-        low, high = tl.min(at, 0), tl.max(at, 0)
+        low = tl.min(at, 0)
+        high = tl.max(at, 0)
         key_from = high * 0
         if WINDOW > 0:
             key_from = tl.maximum(low - WINDOW + 1, 0) // BN * BN
@@ -135,7 +141,8 @@ def prompt_kernel(
             new = tl.maximum(top, peak)
             ref = _known(new)
             # The split's own factor goes into its weights: a power of two rounds nothing there either.
-            before, here = power(top - ref)[:, None], power(peak - ref)[:, None]
+            before = power(top - ref)[:, None]
+            here = power(peak - ref)[:, None]
             top = new
             p = (tl.exp2(s - _known(peak)[:, None]) * here).to(KIND)
             total = _add(total, before, tl.dot(p, ones))
@@ -146,9 +153,11 @@ def prompt_kernel(
                 acc3 = _add(acc3, before, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE, KIND, ASM)[0]))
             else:  # the even columns of the first half and its odd ones, those of the second half
                 v = _values(values, to, live, 0, PIECE, KIND, ASM)
-                acc0, acc1 = _add(acc0, before, tl.dot(p, v[0])), _add(acc1, before, tl.dot(p, v[1]))
+                acc0 = _add(acc0, before, tl.dot(p, v[0]))
+                acc1 = _add(acc1, before, tl.dot(p, v[1]))
                 v = _values(values, to, live, PIECE, PIECE, KIND, ASM)
-                acc2, acc3 = _add(acc2, before, tl.dot(p, v[0])), _add(acc3, before, tl.dot(p, v[1]))
+                acc2 = _add(acc2, before, tl.dot(p, v[0]))
+                acc3 = _add(acc3, before, tl.dot(p, v[1]))
         mass = tl.max(total, 1)[:, None]  # all columns are equal
         ok = (m < count)[:, None]
         if PLANES == 1:

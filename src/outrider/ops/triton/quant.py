@@ -51,7 +51,9 @@ def _pairs(ptr, PAIRS: tl.constexpr, PLAIN: tl.constexpr):
     A plain one would be laid out separately and moved through shared memory."""
     if PLAIN:
         a = tl.load(ptr)
-        b, c, d = a, a, a
+        b = a
+        c = a
+        d = a
         if PAIRS > 1:
             b = tl.load(ptr + 1)
         if PAIRS > 2:
@@ -143,7 +145,9 @@ def quant_kernel(
     chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes per group; 0: no scales except those
     of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]. MORE: tokens in addition to BM, so that a program
     may take 40: four drafted ones of eight sequences."""
-    pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    split = tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
@@ -170,7 +174,10 @@ def quant_kernel(
         gdc_wait()
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
     acc = tl.zeros((BN, BM), dtype=tl.float32)
-    more, y_ptr, beside = rows, x_ptr, acc  # not read where there are none
+    # not read where there are none
+    more = rows
+    y_ptr = x_ptr
+    beside = acc
     if MORE > 0:
         more = pid_m * (BM + MORE) + BM + tl.arange(0, MORE)
         y_ptr = x + more[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
@@ -272,7 +279,8 @@ def _finish(
 @triton.jit
 def sums_kernel(x, out, K, x_stride, groups, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[g, row] = the sum of x over group g, in float32."""
-    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

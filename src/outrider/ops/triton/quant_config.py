@@ -48,14 +48,18 @@ class QuantTile:
 def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
     """As many programs of 64 rows as are at work at once, six on each of 132 sms, but none with less than four
     chunks."""
-    tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k * bits, 1024)
+    tiles = triton.cdiv(n, 64)
+    chunks = triton.cdiv(k * bits, 1024)
     return QuantTile(64, max(1, min(780 // tiles, chunks // 4)), 4)
 
 
 def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, QuantTile]:
     """Tokens of a tile, and the tile that goes with them. shared: bytes that a program may take."""
-    columns, plane, bits = w.columns_of_chunk, w.plane, w.codes.bits
-    has_zero_point, above = w.zero_point is not None, w.high is not None
+    columns = w.columns_of_chunk
+    plane = w.plane
+    bits = w.codes.bits
+    has_zero_point = w.zero_point is not None
+    above = w.high is not None
     # Five bits take no tile of 8 tokens: the byte above a word makes the compiler pair four neighbouring columns there
     # instead of two (kWidth), and sums round differently than in tiles of 16 to 128, which had the same bits on an
     # H200.
@@ -73,7 +77,8 @@ def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, Q
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     each = tile.bn * plane * 4 + bm * columns * 2
     if shared < 100 << 10 and bm == 64:
-        bm, each = 32, tile.bn * plane * 4 + 32 * columns * 2
+        bm = 32
+        each = tile.bn * plane * 4 + 32 * columns * 2
     # Three programs per SM are worth more than their stages: 31B gate_up in int4 at 40 rows takes 121 us with two, 152
     # with four.
     return bm, replace(tile, stages=max(2, min(4, shared // each + 1, (80 << 10) // each)))

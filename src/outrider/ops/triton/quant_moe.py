@@ -52,8 +52,11 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
     """Dense experts in a format with independent rows, some rows at a time: rounding takes several times their
     memory."""
     count, n, k = dense.shape
-    rows, tiles = dense.reshape(count * n, k), triton.cdiv(count * n, ROWS)
-    step, whole, part = max(1, SLICE // (k * ROWS)), dict[str, Any](), None
+    rows = dense.reshape(count * n, k)
+    tiles = triton.cdiv(count * n, ROWS)
+    step = max(1, SLICE // (k * ROWS))
+    whole = dict[str, Any]()
+    part = None
     for lo in range(0, tiles, step):
         part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
         if part is None:
@@ -78,7 +81,8 @@ def quant_experts_kernel(
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out
     [pairs, N / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile
     leave at once."""
-    pid_n, t = tl.program_id(0), tl.program_id(1)
+    pid_n = tl.program_id(0)
+    t = tl.program_id(1)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     COLUMNS: tl.constexpr = PLANES * P
@@ -93,7 +97,8 @@ def quant_experts_kernel(
             rows = e * N + tl.minimum(pid_n * BN + local, N - 1)
         block = (rows // 64).to(tl.int64) * chunks
         w_at = (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
-        w_ptr, h_ptr = w + w_at, high + w_at
+        w_ptr = w + w_at
+        h_ptr = high + w_at
         s_ptr = scale + block * (64 * PAIRS) + rows % 64 * PAIRS
         l_ptr = zero_point + block * (64 * PAIRS) + rows % 64 * PAIRS
         live = tl.arange(0, BM) < count
@@ -172,7 +177,8 @@ def quant_product(
     tile: ExpertTile
 ) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
-    gated, (count, n, k) = act is not None, w.shape
+    gated = act is not None
+    count, n, k = w.shape
     tensors, sums_stride, constants = weight_arguments(source, w.matrix, 1, to, pdl)
     grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](

@@ -22,8 +22,14 @@ SLICE = 1 << 25  # weights unpacked at once
 
 
 class Codes(Enum):
-    INT4, UINT4, FP4, INT8, FP8 = "int4", "uint4", "fp4", "int8", "fp8"
-    INT5, UINT5, INT6 = "int5", "uint5", "int6"
+    INT4 = "int4"
+    UINT4 = "uint4"
+    FP4 = "fp4"
+    INT8 = "int8"
+    FP8 = "fp8"
+    INT5 = "int5"
+    UINT5 = "uint5"
+    INT6 = "int6"
 
     @property
     def bits(self) -> int:
@@ -125,7 +131,8 @@ def repack(weight: Weight) -> QuantWeight | None:
         return None
     n, k = weight.shape
     bits = grid.codes.bits
-    planes, plane = 32 // bits, 16 if grid.group == 16 else 32
+    planes = 32 // bits
+    plane = 16 if grid.group == 16 else 32
     columns = planes * plane
     if grid.group == 0 and grid.zero_point is not None:  # an offset of whole rows: as if each chunk were a group
         count = -(-k // columns)
@@ -136,7 +143,8 @@ def repack(weight: Weight) -> QuantWeight | None:
         each = grid.group // columns
         zero_point = None if grid.zero_point is None else grid.zero_point.repeat_interleave(each, 1)
         grid = replace(grid, group=columns, scale=grid.scale.repeat_interleave(each, 1), zero_point=zero_point)
-    chunks, tiles = -(-k // columns), -(-n // ROWS)
+    chunks = -(-k // columns)
+    tiles = -(-n // ROWS)
     device = next(iter(weight.tensors.values())).device
     words = torch.empty((tiles, chunks, ROWS, plane), dtype=torch.int32, device=device)
     above = grid.codes.above
@@ -149,7 +157,10 @@ def repack(weight: Weight) -> QuantWeight | None:
         if high is not None:
             high[lo:hi] = pack(block >> 4, hi - lo, chunks, planes, plane, above, 4 * above)
     per = grid.group // plane
-    factor, scale, zero_point, half = grid.factor, None, None, False
+    factor = grid.factor
+    scale = None
+    zero_point = None
+    half = False
     if per == 0:
         factor = grid.scale.float() if factor is None else factor * grid.scale.float()
     else:
@@ -195,26 +206,31 @@ def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
 
 
 def _grid(weight: Weight) -> Grid | None:
-    format, t = weight.format, weight.tensors
+    format = weight.format
+    t = weight.tensors
     if isinstance(format, IntegerFormat):
-        scale, middle = t["scale"], 1 << (format.bits - 1)
+        scale = t["scale"]
+        middle = 1 << (format.bits - 1)
         zero_point = None
         if format.has_zero_point:
             zero_point = -scale.float() * (t["zero"].float() - middle)
             small = scale.float().abs()
             if scale.dtype == torch.bfloat16 and bool(((small > 6.2e-5) & (small < 6e4)).all()):
                 scale = scale.to(torch.float16)  # exact, and the offset keeps three more bits
-        four, order = format.bits == 4, t.get("order")
+        four = format.bits == 4
+        order = t.get("order")
         values = lambda lo, hi: halves(t["q"][lo:hi]) if four else t["q"][lo:hi] ^ 128  # noqa: E731
         return Grid(Codes.INT4 if four else Codes.INT8, format.group, values, scale, zero_point, order=order)
     if isinstance(format, Float8Format):
         return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
     if isinstance(format, NvFp4Format):
-        scale, factor = t["scale"].to(torch.bfloat16), t["factor"]
+        scale = t["scale"].to(torch.bfloat16)
+        factor = t["factor"]
         return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), scale, factor=factor)
     if not isinstance(format, GGUFBlockFormat) or format.kind not in GGUF_CODES:
         return None
-    kind, rows = format.kind, t["blocks"]
+    kind = format.kind
+    rows = t["blocks"]
     factors, offsets = (None if t is None else t.to(torch.float16) for t in scales_of(kind, rows))
     assert factors is not None
     values = lambda lo, hi: codes_of(kind, rows[lo:hi]).view(torch.uint8)  # noqa: E731

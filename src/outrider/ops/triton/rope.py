@@ -16,7 +16,8 @@ from .common import Launcher, pdl_start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
 # up to FEW_HEADS heads a program takes several for FEW_ROWS rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
-FEW_HEADS, FEW_ROWS = 8, range(5, 17)
+FEW_HEADS = 8
+FEW_ROWS = range(5, 17)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -32,7 +33,8 @@ def angles_kernel(positions, inv_freq, cos, sin, n, BLOCK: tl.constexpr, PDL: tl
 
 
 def rope_angles(ops: Launcher, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    rows, half = positions.shape[0], inv_freq.shape[0]
+    rows = positions.shape[0]
+    half = inv_freq.shape[0]
     cos = torch.empty((rows, half), dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
     angles_kernel[(rows,)](
@@ -51,9 +53,11 @@ def rope_write_kernel(
 ):
     """One program per SOME heads of one row (all of one kind), one warp each: the q heads, then the k heads, then the v
     heads."""
-    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1) - HEADS // SOME
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) - HEADS // SOME
     EACH: tl.constexpr = (KV_HEADS + SOME - 1) // SOME  # programs of k, and of v
-    first, last = tl.program_id(1) * SOME, HEADS
+    first = tl.program_id(1) * SOME
+    last = HEADS
     if number >= 0:
         last = HEADS + (number // EACH + 1) * KV_HEADS
         first = last - KV_HEADS + number % EACH * SOME
@@ -66,7 +70,8 @@ def rope_write_kernel(
     if first >= HEADS:
         to = _slot(table, places, row_seq, row, (first - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)
     to += (head - first) * (PAGE * 2 * HALF)
-    of_q, of_k = tl.where(first < HEADS, HALF, 0), tl.where(first < HEADS, 0, HALF)
+    of_q = tl.where(first < HEADS, HALF, 0)
+    of_k = tl.where(first < HEADS, 0, HALF)
     if Q_NORM:
         qa = tl.load(q_norm + i, mask=i < of_q, other=0.0)
         qb = tl.load(q_norm + HALF + i, mask=i < of_q, other=0.0)
@@ -126,9 +131,13 @@ def _slot(table, places, row_seq, row, head, table_stride, page_stride, HALF: tl
 
 
 def rope_write(ops: Launcher, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
-    rows, half, (cos, sin), (q_norm, k_norm) = qkv.shape[0], spec.head_dim // 2, angles, norms
+    rows = qkv.shape[0]
+    half = spec.head_dim // 2
+    cos, sin = angles
+    q_norm, k_norm = norms
     q = qkv.new_empty((rows, spec.heads * spec.head_dim))
-    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+    keys = kv.keys[spec.kv_layer]
+    values = kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     table = kv.tables[spec.group]
     several = rows >= PROMPT or (rows in FEW_ROWS and spec.heads <= FEW_HEADS)
@@ -153,12 +162,15 @@ def rotate_heads_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per patch and kind: all heads of q, of k or of v."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     HALF: tl.constexpr = D // 2
-    head, i = tl.arange(0, BH), tl.arange(0, BD)
+    head = tl.arange(0, BH)
+    i = tl.arange(0, BD)
     count = tl.where(part == 0, HEADS, KV_HEADS)
     first = tl.where(part == 0, 0, HEADS + (part - 1) * KV_HEADS)
-    is_q, is_k = i < tl.where(part == 0, HALF, 0), i < tl.where(part == 1, HALF, 0)
+    is_q = i < tl.where(part == 0, HALF, 0)
+    is_k = i < tl.where(part == 1, HALF, 0)
     turn = i < tl.where(part < 2, HALF, 0)
     one = tl.where(part == 2, 1.0, 0.0)  # v has no weight
     scale = tl.load(q_norm + i, mask=is_q, other=0.0) + tl.load(k_norm + i, mask=is_k, other=0.0) + one
@@ -181,7 +193,8 @@ def rotate_heads_kernel(
 def rotate_heads(
     ops: Launcher, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, dim = torch.empty_like(qkv), norms[0].shape[0]
+    out = torch.empty_like(qkv)
+    dim = norms[0].shape[0]
     rotate_heads_kernel[(qkv.shape[0], 3)](
         qkv, *angles, *norms, out, eps, HEADS=heads[0], KV_HEADS=heads[1], D=dim, BH=triton.next_power_of_2(heads[0]),
         BD=triton.next_power_of_2(dim // 2), PDL=ops.pdl, num_warps=4, launch_pdl=ops.pdl,

@@ -21,10 +21,12 @@ def route_kernel(
     """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before
     scale."""
     row = tl.program_id(0)
-    ids, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    ids = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
     pdl_start(PDL)
     logit = tl.load(z + row * EXPERTS + ids, mask=ids < EXPERTS, other=float("-inf"))
-    highest, total = tl.max(logit, 0), 0.0
+    highest = tl.max(logit, 0)
+    total = 0.0
     best = tl.zeros((SLOTS,), dtype=tl.int32)
     ps = tl.zeros((SLOTS,), dtype=tl.float32)
     for i in tl.static_range(TOP):
@@ -50,7 +52,8 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
     less = tl.zeros((BLOCK,), dtype=tl.int32)
     for base in range(0, pairs, BLOCK):
         less += (tl.load(chosen + base + i, mask=base + i < pairs, other=1 << 30) < e).to(tl.int32)
-    before, found = tl.sum(less, 0), 0
+    before = tl.sum(less, 0)
+    found = 0
     for base in range(0, pairs, BLOCK):
         hit = tl.load(chosen + base + i, mask=base + i < pairs, other=-1) == e
         place = before + found + tl.cumsum(hit.to(tl.int32), 0) - 1
@@ -116,7 +119,8 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
     pairs = rows * top_k
     chosen, counts = (torch.empty((n,), dtype=torch.int32, device=z.device) for n in (pairs, count))
     weight = torch.empty((pairs,), dtype=torch.float32, device=z.device)
-    block, slots = triton.next_power_of_2(count), triton.next_power_of_2(top_k)
+    block = triton.next_power_of_2(count)
+    slots = triton.next_power_of_2(top_k)
     route_kernel[(rows,)](
         z, expert_scale, chosen, weight,
         EXPERTS=count, TOP=top_k, BLOCK=block, SLOTS=slots, PDL=pdl, num_warps=1, launch_pdl=pdl,

@@ -31,7 +31,8 @@ def best_kernel(
 ):
     """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very
     best."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
     pdl_start(PDL)
@@ -70,7 +71,10 @@ def branch_kernel(
 ):
     """The children of the WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
     b = tl.program_id(0).to(tl.int64)
-    w, c, r, i = tl.arange(0, WIDTH), tl.arange(0, SPACE), tl.arange(0, BRANCH), tl.arange(0, WIDTH * BRANCH)
+    w = tl.arange(0, WIDTH)
+    c = tl.arange(0, SPACE)
+    r = tl.arange(0, BRANCH)
+    i = tl.arange(0, WIDTH * BRANCH)
     pdl_start(PDL)
     row = b * WIDTH + w
     ok = (c < BRANCH * chunks)[None, :] & (w >= 0)[:, None]
@@ -103,7 +107,8 @@ def branch_kernel(
     tl.store(chance + to, likely)
     tl.store(chain + to, on_line)
     place = tl.sum(_before(likely, i), 1)
-    on, goes = b * WIDTH + place, place < WIDTH
+    on = b * WIDTH + place
+    goes = place < WIDTH
     tl.store(to_tokens + on, token, mask=goes)
     tl.store(to_before + on, of, mask=goes)
     tl.store(to_node + on, (first + i).to(tl.int64), mask=goes)
@@ -198,10 +203,12 @@ def plant_kernel(
     # of the row, where it is kept
     number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)
     tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
-    first, depth = b * (COUNT + 1), i // EACH + 1
+    first = b * (COUNT + 1)
+    depth = i // EACH + 1
     row = first + number
     tl.store(to_depth + row, depth.to(tl.int64), mask=kept)
-    ancestor, mine = i.to(tl.int64), number
+    ancestor = i.to(tl.int64)
+    mine = number
     for up in tl.static_range(DEPTH):
         tl.store(to_paths + row * (DEPTH + 1) + depth - up, mine, mask=kept & (depth > up))
         tl.store(to_paths + row * (DEPTH + 1) + depth + 1 + up, number, mask=kept & (depth + up < DEPTH))
@@ -217,7 +224,9 @@ def plant_kernel(
 
 
 def build_fixed_tree(ops: Launcher, nodes: Nodes, count: int, depth: int) -> TreeRows:
-    (batch, found), empty = nodes.tokens.shape, nodes.tokens.new_empty  # int64
+    # int64
+    batch, found = nodes.tokens.shape
+    empty = nodes.tokens.new_empty
     rows = batch * (count + 1)
     made = TreeRows(empty((batch, count)), empty(rows), empty((rows, depth + 1), dtype=torch.int32), empty(rows))
     plant_kernel[(batch,)](
@@ -236,11 +245,15 @@ def walk_kernel(
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
     pdl_start(PDL)
-    first, end = tl.load(start_of + b).to(tl.int64), tl.load(start_of + b + 1).to(tl.int64)
+    first = tl.load(start_of + b).to(tl.int64)
+    end = tl.load(start_of + b + 1).to(tl.int64)
     row = first + i
     mine = row < end
-    parent, token = tl.load(above + row, mask=mine, other=-2), tl.load(ids + row, mask=mine, other=-1)
-    at, accepted, going = first, first * 0, first >= 0
+    parent = tl.load(above + row, mask=mine, other=-2)
+    token = tl.load(ids + row, mask=mine, other=-1)
+    at = first
+    accepted = first * 0
+    going = first >= 0
     choice = tl.load(chosen + at)
     to = b * (DEPTH + 1)
     tl.store(to_tokens + to, choice)
@@ -261,7 +274,8 @@ def walk_kernel(
 def accept_path(
     ops: Launcher, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, deepest = start.shape[0] - 1, tree.deepest
+    batch = start.shape[0] - 1
+    deepest = tree.deepest
     accepted = chosen.new_empty(batch, dtype=torch.int64)
     tokens, path = (chosen.new_empty((batch, deepest + 1), dtype=torch.int64) for _ in range(2))
     walk_kernel[(batch,)](
@@ -280,16 +294,21 @@ def keep_path_kernel(
 ):
     """One program per head of the keys or values of one layer of one sequence: everything is read before anything is
     written."""
-    cache, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    depth, d = tl.arange(0, SPACE), tl.arange(0, DP)
+    cache = tl.program_id(0)
+    head = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    depth = tl.arange(0, SPACE)
+    d = tl.arange(0, DP)
     pdl_start(PDL)
-    base, taken = tl.load(length + b), tl.load(accepted + b)
+    base = tl.load(length + b)
+    taken = tl.load(accepted + b)
     source = tl.load(rows + b * TREE_DEPTH + depth, mask=depth < TREE_DEPTH, other=0)
     moves = (depth < TREE_DEPTH) & (depth <= taken) & (source != depth)
     if tl.sum(moves.to(tl.int32), 0) > 0:
         to = tl.load(caches + cache).to(tl.pointer_type(like.dtype.element_ty))
         pages = table + b * table_stride
-        old, new = base + source, base + depth
+        old = base + source
+        new = base + depth
         page = tl.load(pages + old // PAGE, mask=moves, other=0).to(tl.int64)
         old = page * page_stride + (head * PAGE + old % PAGE) * D
         page = tl.load(pages + new // PAGE, mask=moves, other=0).to(tl.int64)
@@ -312,7 +331,8 @@ def compact_kv(
     """One launch for all layers of one shape."""
     kinds: dict[tuple[str, int, int], list[Tensor]] = {}
     for spec in specs:
-        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        keys = kv.keys[spec.kv_layer]
+        values = kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         kinds.setdefault((spec.group, spec.kv_heads, spec.head_dim), []).extend((keys, values))
     for (group, kv_heads, dim), caches in kinds.items():

@@ -74,8 +74,11 @@ def _pairs() -> str:
     return text + "}"
 
 
-INT4, UINT4 = tl.constexpr(_int4(8)), tl.constexpr(_int4(0))
-INT5, UINT5, INT6 = tl.constexpr(_above(1, 16)), tl.constexpr(_above(1, 0)), tl.constexpr(_above(2, 32))
+INT4 = tl.constexpr(_int4(8))
+UINT4 = tl.constexpr(_int4(0))
+INT5 = tl.constexpr(_above(1, 16))
+UINT5 = tl.constexpr(_above(1, 0))
+INT6 = tl.constexpr(_above(2, 32))
 INT8 = tl.constexpr(_int8())
 FP8 = tl.constexpr(_float(8, "0x07F007F0", "0x7B807B80", 4))
 FP4 = tl.constexpr(_float(4, "0x01C001C0", "0x7E807E80", 6))
@@ -103,10 +106,12 @@ def plain_value(bits, CODES: tl.constexpr):
     elif CODES == "int8":
         return (bits & 127).to(tl.float32) - (bits & 128).to(tl.float32)
     elif CODES == "fp8":
-        sign, body = (bits & 128) << 24, (bits & 127) << 20
+        sign = (bits & 128) << 24
+        body = (bits & 127) << 20
         return (sign | body).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     else:
-        sign, body = (bits & 8) << 28, (bits & 7) << 22
+        sign = (bits & 8) << 28
+        body = (bits & 7) << 22
         return (sign | body).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 

@@ -22,11 +22,16 @@ from .w4a16_wgmma import MAX_WGMMA_TOKENS, four_bits_in_groups
 from .wna16_gemv import WorkUnits, aligned, common_flags, compared, units_of
 
 SOURCE = FOLDER / "w4a16_gemm.cu"
-PLANES, WARPS, THREADS = 8, 8, 384
+PLANES = 8
+WARPS = 8
+THREADS = 384
 GROUP = 8  # tiles of tokens that go through all weights together: their x stays in L2
 EIGHTS = (4, 5, 7, 8, 10)  # of half of a tile's tokens: registers hold the sums of 160; each is compiled at first use
 STAGES = ((6, 3), (5, 3), (4, 3), (4, 2), (3, 2))  # of x and of weights
-ONE_SPAN, SERIAL, PARALLEL = 0, 1, 2  # spans of a tile: one; added up by one block; by several
+# spans of a tile: one; added up by one block; by several
+ONE_SPAN = 0
+SERIAL = 1
+PARALLEL = 2
 Problem = struct(SOURCE.name, "Problem")
 
 
@@ -71,8 +76,10 @@ class W4A16Shape:
 
     def cost(self, eights: int, spans: int, clusters: int) -> float:
         """Time of the busiest cluster, in units of 12 ns on an H200, where a chunk took 0.5 us and 13 ns per token."""
-        tokens, units = 16 * eights, self.units
-        tiles, chunk = self.pairs * -(-self.rows // tokens), 1.1 * tokens + 40
+        tokens = 16 * eights
+        units = self.units
+        tiles = self.pairs * -(-self.rows // tokens)
+        chunk = 1.1 * tokens + 40
         if spans != PARALLEL:
             return -(-tiles // clusters) * (units.chunks * chunk + 40 * units.splits + 160)
         if 2 * WARPS * tiles > NUM_SEMAPHORES:
@@ -90,19 +97,24 @@ def choose_tile(shape: W4A16Shape, clusters: int, room: int) -> W4A16Tile | None
 
 
 class W4A16Gemm(NvrtcKernels):
-    source, what, own = SOURCE, "4-bit weights at more than 40 tokens go", True
+    source = SOURCE
+    what = "4-bit weights at more than 40 tokens go"
+    own = True
 
     def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
         if not self.usable or not suits(x, w, extras):
             return None
-        rows, n, units = x.shape[0], w.shape[0], units_of(w)
+        rows = x.shape[0]
+        n = w.shape[0]
+        units = units_of(w)
         shape = W4A16Shape(rows, units, PLANES // w.per, w.zero_point is not None)
         tile = choose_tile(shape, self.sms // 2, self.room)
         kernel = None if tile is None else self.kernel("w4a16_gemm", flags_of(w, extras, tile))
         if tile is None or kernel is None:
             return None
-        x, tiles_b = aligned(x, w), triton.cdiv(rows, tile.tokens)
+        x = aligned(x, w)
+        tiles_b = triton.cdiv(rows, tile.tokens)
         items = shape.pairs * tiles_b * (units.splits if tile.spans == PARALLEL else 1)
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         partial_out = sums = out

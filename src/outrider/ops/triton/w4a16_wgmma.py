@@ -35,7 +35,8 @@ class WgmmaBlock:
 
     def shared(self, groups: int, has_zero_point: bool) -> int:
         """Bytes. groups: of a chunk."""
-        unit, sums = 2048 + 64 * -(-groups // 2) * (1 + has_zero_point), groups * 32 if has_zero_point else 0
+        unit = 2048 + 64 * -(-groups // 2) * (1 + has_zero_point)
+        sums = groups * 32 if has_zero_point else 0
         return self.stages * (self.warps * self.tiles * unit + self.eights * (4096 + sums))
 
 
@@ -56,7 +57,9 @@ def blocks_of_a_span(units: WorkUnits, blocks: int) -> int:
 
 
 class W4A16Wgmma(NvrtcKernels):
-    source, what, own = SOURCE, "4-bit weights at 9 to 40 tokens go", True
+    source = SOURCE
+    what = "4-bit weights at 9 to 40 tokens go"
+    own = True
 
     def product(
         self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
@@ -66,8 +69,11 @@ class W4A16Wgmma(NvrtcKernels):
         if not self.usable or not suits(x, w, extras) or not whole_tiles(lora):
             return None
         rows, n, k = x.shape[0], *w.shape
-        units, groups, has_zero_point = units_of(w), PLANES // w.per, w.zero_point is not None
-        block, per = choose_block(rows, groups, has_zero_point, self.room), blocks_of_a_span(units, self.sms)
+        units = units_of(w)
+        groups = PLANES // w.per
+        has_zero_point = w.zero_point is not None
+        block = choose_block(rows, groups, has_zero_point, self.room)
+        per = blocks_of_a_span(units, self.sms)
         kernel = None if block is None or per == 0 else self.kernel("w4a16_wgmma", flags_of(w, extras, block, lora))
         if block is None or kernel is None:
             return None

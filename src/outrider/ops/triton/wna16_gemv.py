@@ -22,7 +22,8 @@ SOURCE = FOLDER / "wna16_gemv.cu"
 MAX_GEMV_TOKENS = 8
 WARP_ROWS = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
-Shape, Weights = struct("units.cuh", "Shape"), struct("codes.cuh", "Weights")
+Shape = struct("units.cuh", "Shape")
+Weights = struct("codes.cuh", "Weights")
 VALUES = {  # of values.cuh, and the columns of a plane that they have there
     Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32),
     Codes.UINT5: ("Unsigned5", 32),
@@ -41,7 +42,8 @@ class WeightChunk:
 
     @staticmethod
     def of(w: QuantWeight) -> WeightChunk:
-        groups, has_zero_point = w.planes // w.per if w.per else 0, w.zero_point is not None
+        groups = w.planes // w.per if w.per else 0
+        has_zero_point = w.zero_point is not None
         words = WARP_ROWS * (4 * w.plane + (32 if w.high is not None else 0))
         stage = words + 64 * -(-groups // 2) * (1 + has_zero_point)
         return WeightChunk(w.columns_of_chunk, groups, stage, has_zero_point)
@@ -104,7 +106,8 @@ def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, ro
 
 
 class WNA16Gemv(NvrtcKernels):
-    source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
+    source = SOURCE
+    what = "quantised weights at 1 to 8 tokens go"
 
     def product(
         self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
