@@ -25,6 +25,7 @@ check: setup
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
+	$(BIN)/python tools/clarity.py
 	$(TESTS) --dist worksteal tests/unit
 
 test: check
