@@ -122,7 +122,7 @@ def _assemble(
     learnt = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
     if adapters is not None and learnt and learnt not in (adapters.get(name).digest.hex() for name in adapters.paths):
         say("the drafter was trained for another adapter, so expect fewer accepted drafts")
-    vision, image_rows = load_images(files, settings, ops, device, dtype, group is None or group.tp.rank == 0)
+    vision, span_rows = load_images(files, settings, ops, device, dtype, group is None or group.tp.rank == 0)
     if isinstance(vision, ImageEncoder):
         size += vision.model.nbytes
         if tokenizer is not None:
@@ -134,7 +134,7 @@ def _assemble(
         # where steps are captured no draft ends by its confidence
         profiles = {name: replace(profile, trust=()) for name, profile in profiles.items()}
     controller = Controller(CostTable(), names, profiles)
-    kv = KVOptions(ops.kv_dtype(dtype, engine_config.kv_dtype), image_rows, agree)
+    kv = KVOptions(ops.kv_dtype(dtype, engine_config.kv_dtype), span_rows, agree)
     engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, kv)
     engine.runner.adapters = adapters
     if engine_config.prefix_store is not None:

@@ -22,7 +22,7 @@ from .assemble import Assembled, Say, assemble
 from .config import LoadSettings, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Event
-from .engine.images import ImageEncoder, ImagePrompt, take_images
+from .engine.images import ImageEncoder, SoftPrompt, take_images
 from .engine.shared import SharedEngine
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
@@ -148,7 +148,7 @@ class LLM:
         draft_tokens = parse_draft_tokens(draft_tokens)
         tree = parse_tree(tree)
         asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
-        asked.images = getattr(ids, "images", ())
+        asked.spans = getattr(ids, "spans", ())
         each = [replace(params, seed=int(params.seed) + i, n=1) for i in range(params.n)]
         return [replace(asked, id=f"{group}.{i}", params=own) for i, own in enumerate(each)]
 
@@ -226,7 +226,7 @@ class LLM:
         return vision.expand(ids, images)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, ImagePrompt):
+        if isinstance(prompt, SoftPrompt):
             return prompt
         if isinstance(prompt, Mapping):
             return self._with_images(prompt)
@@ -244,7 +244,7 @@ class LLM:
 
 def each_prompt(given: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Wraps a single prompt (a text, or integers in a list or an array) in a list."""
-    if isinstance(given, str | Mapping | ImagePrompt):
+    if isinstance(given, str | Mapping | SoftPrompt):
         return [given]
     bytes_or_scalar = isinstance(given, bytes | bytearray | memoryview) or getattr(given, "shape", None) == ()
     if bytes_or_scalar or not isinstance(given, Iterable):

@@ -95,12 +95,12 @@ class TextFiles:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageSpan:
-    """An image in a prompt: positions `start` to `end` - 1 are its soft tokens."""
+class SoftSpan:
+    """Soft tokens in a prompt, for example of an image: they take the positions `start` to `end` - 1."""
 
     start: int
     soft_tokens: Tensor  # [n, H] rows of the model's input as they are
-    digest: bytes  # of the pixels that the vision model read
+    digest: bytes  # of what the encoder read, such as pixels
     bidirectional: bool  # its rows see each other on sliding layers, so that a pass must hold all of them
     pad_id: int = 0  # per-layer embeddings are read at this id
 

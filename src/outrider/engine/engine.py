@@ -80,7 +80,7 @@ class Engine:
         self.clock = time.perf_counter
         self.device = model.device
         self.can = model.ops.capabilities
-        self.image_rows = kv.image_rows
+        self.span_rows = kv.span_rows
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv.dtype or model.dtype
@@ -90,7 +90,7 @@ class Engine:
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
         members = drafter.members if drafter is not None else ()
         block_rows: dict[str | None, int] = {one.name: one.block_rows for one in members if one.block_rows}
-        written = max(self.chunk, MAX_DRAFT + 1, kv.image_rows, *block_rows.values())
+        written = max(self.chunk, MAX_DRAFT + 1, kv.span_rows, *block_rows.values())
         sizes = (budget.max_context, config.page_size, written, budget.tokens, budget.window_tokens)
         self.store = KVStore(model.config, CacheSpec(self.max_batch, *sizes), dtype, self.device, own)
         # prefixes are shared in multiples of it
@@ -177,10 +177,10 @@ class Engine:
         most = self.model.config.max_context
         more = f" or raise --max-context (the model knows up to {most})" if context < most - 1 else ""
         require(size < context, f"prompt has {size} tokens; the context holds {context}: shorten it{more}")
-        for span in request.images:
+        for span in request.spans:
             rows = span.end - span.start
-            fits = 0 < rows <= self.image_rows and span.end < size
-            require(fits, f"an image of {rows} tokens; this engine takes {self.image_rows}")
+            fits = 0 < rows <= self.span_rows and span.end < size
+            require(fits, f"an image of {rows} tokens; this engine takes {self.span_rows}")
         SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
         require(request.id not in self._seqs, f"request id {request.id!r} is already running")
         stops = self.tokenizer is not None or not request.params.stop

@@ -24,7 +24,7 @@ from ..models import image_processing
 from ..models.image_processing import HEAD, REPLY, check_size, pixels
 from ..models.vision import VisionModel
 from ..prompts import opened
-from ..types import ImageSpan, OutriderError, bad_input, require
+from ..types import OutriderError, SoftSpan, bad_input, require
 from .child_process import ChildLost, ChildProcess
 
 DECODE_SECONDS = 60.0  # of wall time for one file: on a busy machine a long decode gets little processor time
@@ -40,13 +40,13 @@ MEDIA = {"audio": "audio", "input_audio": "audio", "video": "video", "video_url"
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
-class ImagePrompt(list[int]):
-    images: tuple[ImageSpan, ...] = ()
+class SoftPrompt(list[int]):
+    spans: tuple[SoftSpan, ...] = ()
 
 
 def continued(ids: list[int], more: Sequence[int]) -> list[int]:
-    out = ImagePrompt([*ids, *more])
-    out.images = getattr(ids, "images", ())
+    out = SoftPrompt([*ids, *more])
+    out.spans = getattr(ids, "spans", ())
     return out
 
 
@@ -57,11 +57,11 @@ class ImageEncoder:
         self.max_images = max_images
         self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
-        self._kept: OrderedDict[bytes, ImageSpan] = OrderedDict()
+        self._kept: OrderedDict[bytes, SoftSpan] = OrderedDict()
         self._lock = threading.Lock()
         self._encoding = threading.Lock()
 
-    def encode(self, image: object) -> ImageSpan:
+    def encode(self, image: object) -> SoftSpan:
         """A path, the bytes of a file, a data URL, a PIL image or uint8 [h, w, 3 or 4 or nothing]; as a span at 0."""
         made = np.ascontiguousarray(self._pixels(image))
         config = self.config
@@ -77,14 +77,14 @@ class ImageEncoder:
             found = self._find(key)
             if found is None:
                 soft_tokens = self.model.encode(torch.from_numpy(made.copy()))
-                found = ImageSpan(0, soft_tokens, key, config.bidirectional, config.pad_id)
+                found = SoftSpan(0, soft_tokens, key, config.bidirectional, config.pad_id)
             with self._lock:
                 self._kept[key] = found
                 if len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
         return found
 
-    def _find(self, key: bytes) -> ImageSpan | None:
+    def _find(self, key: bytes) -> SoftSpan | None:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -106,10 +106,10 @@ class ImageEncoder:
             check_size(*image.size, self.decoder.max_pixels)
             return pixels(image, tokens, side)
 
-    def expand(self, ids: Sequence[int], images: Sequence[object]) -> ImagePrompt:
+    def expand(self, ids: Sequence[int], images: Sequence[object]) -> SoftPrompt:
         """The prompt with every image token replaced by an image: there must be as many."""
         config = self.config
-        out = ImagePrompt()
+        out = SoftPrompt()
         count = len(images)
         places = ids.count(config.placeholder_id)
         require(count <= self.max_images, f"{count} images; at most {self.max_images} are allowed in a prompt")
@@ -124,7 +124,7 @@ class ImageEncoder:
             out.append(config.boi_id)
             spans.append(replace(self.encode(next(left)), start=len(out)))
             out += [config.image_id] * (spans[-1].end - spans[-1].start) + [config.eoi_id]
-        out.images = tuple(spans)
+        out.spans = tuple(spans)
         return out
 
     def close(self) -> None:

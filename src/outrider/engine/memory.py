@@ -61,7 +61,7 @@ class KVOptions:
     """What an engine's K/V depends on in addition to its configuration."""
 
     dtype: torch.dtype | None = None  # None: the model's
-    image_rows: int = 0  # most rows of an image
+    span_rows: int = 0  # most rows of an image
     # several processes that share a model must have the same budget
     agree: Callable[[KVBudget], KVBudget] = lambda budget: budget
 

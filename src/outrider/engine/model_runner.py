@@ -17,7 +17,7 @@ from ..ops.lowrank import Adapter
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.slot_sampling import Joining, SamplingFeatures, SlotSampling, filters_of
-from ..types import ImageSpan, KVView, OutputRows
+from ..types import KVView, OutputRows, SoftSpan
 from .adapters import AdapterPool
 from .metrics import Metrics
 from .step import Scheduled, ScheduledSeq, Seq
@@ -70,13 +70,13 @@ class ModelRunner:
         of at most `most` rows (0: as many as are independent)."""
         can = self.model.ops.capabilities
         at = 0
-        for item in scheduled if any(x.seq.request.images for x in scheduled) else ():
-            if (span := item.seq.image_at(item.start)) is not None:
+        for item in scheduled if any(x.seq.request.spans for x in scheduled) else ():
+            if (span := item.seq.span_at(item.start)) is not None:
                 began = self.clock()
-                self.run_image(item, span)
+                self.run_span(item, span)
                 item.seq.stats.prefill_s += self.clock() - began
                 self.prompt_seconds += self.clock() - began
-        scheduled = [x for x in scheduled if not x.seq.request.images or x.seq.image_at(x.start) is None]
+        scheduled = [x for x in scheduled if not x.seq.request.spans or x.seq.span_at(x.start) is None]
         fit = min(most or can.independent_rows, can.independent_rows)
         scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
         while at < len(scheduled):
@@ -176,7 +176,7 @@ class ModelRunner:
         return self.model.ops.adapted(self.model, adapters, counts) or self.adapters.model_for(adapters, counts)
 
     @torch.inference_mode()
-    def run_image(self, item: ScheduledSeq, span: ImageSpan) -> None:
+    def run_span(self, item: ScheduledSeq, span: SoftSpan) -> None:
         """Run the rows of one image in a pass of their own: so its bits depend on no other sequence."""
         kv = self.view([item.slot], [(item.start, item.count)])
         rows = item.start - span.start

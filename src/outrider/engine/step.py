@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..spec.plan import CostPart, VerifiedTree
-from ..types import NO_DRAFT, DraftPlan, ImageSpan, RequestStats, SamplingParams
+from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams, SoftSpan
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
@@ -32,7 +32,7 @@ class Request:
     namespace: bytes = b""  # prefixes are shared within a namespace only
     client: str = ""  # whose request it is: clients share a step's time
     adapter: str | None = None  # the name of a loaded adapter; None: the base model
-    images: tuple[ImageSpan, ...] = ()  # in the order of their positions in the prompt
+    spans: tuple[SoftSpan, ...] = ()  # in the order of their positions in the prompt
 
 
 class Progress(NamedTuple):
@@ -85,25 +85,25 @@ class Seq:
 
     @property
     def cache_keys(self) -> Sequence[int]:
-        """The keys of its tokens in the prefix cache: the tokens, and at image positions the image's content."""
-        if not self.request.images:
+        """The keys of its tokens in the prefix cache: the tokens, and at the positions of a span its content."""
+        if not self.request.spans:
             return self.tokens
         keys = list(self.tokens)
-        for span in self.request.images:
+        for span in self.request.spans:
             keys[span.start : span.end] = span.keys
         return keys
 
-    def image_at(self, position: int) -> ImageSpan | None:
-        return next((span for span in self.request.images if span.start <= position < span.end), None)
+    def span_at(self, position: int) -> SoftSpan | None:
+        return next((span for span in self.request.spans if span.start <= position < span.end), None)
 
     def unbroken(self, position: int) -> bool:
         """No prompt chunk may end before this position: it lies inside an image whose rows see each other."""
-        return any(span.bidirectional and span.start < position < span.end for span in self.request.images)
+        return any(span.bidirectional and span.start < position < span.end for span in self.request.spans)
 
     def chunk_end(self, start: int, end: int) -> int:
         """Where a prompt chunk from `start` ends that would end at `end`. A chunk holds text or rows of one image; an
         image whose rows see each other is never split. It depends on the prompt only."""
-        for span in self.request.images:
+        for span in self.request.spans:
             if start < span.start:
                 return min(end, span.start)
             if start < span.end:

@@ -101,10 +101,10 @@ class Leader:
         if known is None:
             known = self._known[seq.id] = Known(seq)
             params = seq.request.params
-            images = seq.request.images
-            images = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in images)
+            spans = seq.request.spans
+            spans = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in spans)
             own = replace(params, grammar=RemoteMatcher() if params.grammar is not None else None)
-            joined.append(Request(seq.id, list(seq.request.prompt), own, images=images))
+            joined.append(Request(seq.id, list(seq.request.prompt), own, spans=spans))
             if seq.answer.matcher is not None:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.group)
         fresh = known.cache is not seq.held

@@ -107,11 +107,11 @@ class Preparer:
         for ids in prompts:
             most = max(1, min(params.max_tokens, self.backend.max_context - len(ids)))
             fitting = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-            images = getattr(ids, "images", ())
+            spans = getattr(ids, "spans", ())
             for i in range(n):
                 seeded = replace(fitting, seed=(params.seed + i) & (2**63 - 1))
                 id = f"{group}-{len(out)}"
-                out.append(Request(id, ids, seeded, draft_tokens=k, drafter=k != 0, images=images, hint=hint))
+                out.append(Request(id, ids, seeded, draft_tokens=k, drafter=k != 0, spans=spans, hint=hint))
         return out
 
     # ---- before any work

@@ -25,7 +25,7 @@ from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.types import NO_DRAFT, DraftPlan, ImageSpan, OutriderError, SamplingParams
+from outrider.types import NO_DRAFT, DraftPlan, OutriderError, SamplingParams, SoftSpan
 from outrider.weights.load import dummy_weights
 
 MODEL = tiny_model("llama")
@@ -411,10 +411,10 @@ def test_images_of_others_leave_a_stream_its_share() -> None:
     """Three of 160 rows that may not be split, each with a line of text: one in a step, and the next when the steps
     between them have had fewer rows by as many. Texts do not wait for that."""
     scheduler = Scheduler(CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
-    images = (ImageSpan(4, torch.zeros(160, 1), b"x", True),)
+    soft_spans = (SoftSpan(4, torch.zeros(160, 1), b"x", True),)
     stream, text, *seen = (
-        Seq(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), images=spans), 0.0, [1] * n)
-        for i, (n, spans) in enumerate([(2, ()), (99, ()), *[(170, images)] * 3])
+        Seq(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), spans=spans), 0.0, [1] * n)
+        for i, (n, spans) in enumerate([(2, ()), (99, ()), *[(170, soft_spans)] * 3])
     )
     choose = lambda ready: [NO_DRAFT] * len(ready)
     scheduler.add(stream)
