@@ -106,7 +106,8 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
             return auto_drafter("smollm2")
         if os.path.exists(path) or not GOOGLE_QAT.fullmatch(name):
             stem = _stem(named).name
-            return None, f"no drafter beside {name} (looked for assistant/, {stem}-assistant/ and {stem}-assistant.gguf)"
+            looked_for = f"assistant/, {stem}-assistant/ and {stem}-assistant.gguf"
+            return None, f"no drafter beside {name} (looked for {looked_for})"
     if name == "smollm2":
         if (ASSETS / "smollm2" / "config.json").is_file():
             return str(ASSETS / "smollm2"), "shipped with Outrider"
