@@ -24,6 +24,7 @@ from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.decode import DecodeStep, Inputs, Key, Output, State
 from outrider.engine.engine import Engine
 from outrider.engine.memory import KVOptions
+from outrider.engine.step import ScheduledSeq
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.config import ModelConfig
@@ -242,6 +243,44 @@ def test_one_that_fails_is_switched_off(folder: Path) -> None:
     jobs = [request(f"{i}", PROMPT[i:], max_tokens=12) for i in range(2)]
     assert run(engine, jobs) == plain("dense", jobs)
     assert engine.metrics.drafter_failures > 0
+
+
+@pytest.mark.parametrize("failing", ["mtp", "dflash", "reading"])
+def test_the_other_of_a_pair_drafts_on(folder: Path, failing: str) -> None:
+    """A drafter of a pair that fails is switched off alone, once per request, and the statistics name it."""
+    drafters = pair(folder, "z-lab", "dense")
+    engine = tiny_engine("dense", drafters, k=3, model=MODELS["dense"])
+    engine.policy.controller = Controller(CostTable(), ("mtp", "dflash", "ngram"))
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    broken = drafters.mtp if failing == "mtp" else drafters.block
+    if failing == "reading":
+        broken.extend = fails  # type: ignore[method-assign]
+    else:
+        broken.propose = fails  # type: ignore[assignment, method-assign]
+    jobs = [request(f"{i}", PROMPT[i:], drafter=True, max_tokens=12) for i in range(2)]
+    if failing == "dflash":
+        for job in jobs:
+            engine.submit(job)
+            seq = engine.running(job.id)
+            assert seq is not None
+            engine.runner.switch_off("dflash", [ScheduledSeq(seq, 0, 0)], RuntimeError("broken on purpose"))
+    else:
+        for job in jobs:
+            engine.submit(job)
+    got: dict[str, list[int]] = {job.id: [] for job in jobs}
+    reasons = []
+    while engine.busy:
+        for event in engine.step():
+            got[event.id] += event.tokens
+            reasons += [event.stats.drafter_off] if event.stats is not None else []
+    assert got == plain("dense", jobs)
+    assert reasons == [f"{broken.name}: RuntimeError: broken on purpose"] * 2
+    other = drafters.block if failing == "mtp" else drafters.mtp
+    assert engine.metrics.drafted_by_drafter[other.name] > 0
+    assert engine.metrics.drafter_failures <= 2
 
 
 def test_two_of_a_kind_are_refused(folder: Path) -> None:

@@ -114,7 +114,7 @@ class DraftPolicy:
             return 0
         if name == "ngram":
             return most if seq.ngram is not None and seq.ngram.match() else 0
-        if not seq.has_features or seq.stats.drafter_off is not None:
+        if not seq.has_features or name in seq.failed_drafters:
             return 0
         return min(most, seq.offered.get(name, 0))
 

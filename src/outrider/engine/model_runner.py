@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,8 @@ class ModelRunner:
     scratch: list[SeqCache] = field(default_factory=list)  # sequences without a request, for timing steps
     adapters: AdapterPool | None = None  # None: this engine has no adapters
     unread: UnreadRows | None = None  # what C steps have kept for a block drafter to read
-    scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # called before a text is scored
+    # spans the scoring of a text, with the arguments of `score`
+    scoring: Callable[[SeqCache, list[int], int, bool], AbstractContextManager[None]] | None = None
     slot_sampling: SlotSampling = field(init=False)
     _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
     _kept: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `unread` holds, by slot
@@ -142,7 +144,9 @@ class ModelRunner:
         try:
             self.drafter.extend(streams, kv, following)
         except Exception as error:
-            self.switch_off(self.drafter.name, scheduled, error)
+            for member in self.drafter.members:
+                if member.kv_specs:
+                    self.switch_off(member.name, scheduled, error)
 
     def keep_unread(self, seqs: Sequence[Seq]) -> None:
         """Ensure that `unread` holds nothing of a slot's earlier sequence."""
@@ -162,11 +166,16 @@ class ModelRunner:
             self.unread.read([seq.held.slot for seq in seqs])
 
     def switch_off(self, drafter: str, scheduled: Scheduled, error: Exception) -> None:
-        """The drafter failed on these sequences: they continue with plain decoding."""
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
-        for item in scheduled:
-            item.seq.stats.drafter_off = reason
+        """Switch off a drafter that failed on these sequences. They continue without it."""
+        affected = [item.seq for item in scheduled if drafter not in item.seq.failed_drafters]
+        if not affected:
+            return  # it fails in every pass
+        reason = f"{drafter}: {type(error).__name__}: {error}".splitlines()[0]
+        log.warning("drafter switched off for %d request(s): %s", len(affected), reason)
+        for seq in affected:
+            seq.failed_drafters.add(drafter)
+            earlier = seq.stats.drafter_off
+            seq.stats.drafter_off = reason if earlier is None else f"{earlier}; {reason}"
         self.metrics.drafter_failures += 1
 
     def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> TextModel:
@@ -199,12 +208,11 @@ class ModelRunner:
         self, cache: SeqCache, tokens: list[int], begin: int, logits: bool, adapter: Adapter | None = None
     ) -> Tensor:
         """Hidden states [R, H] or logits [R, V] of one sequence's tokens from `begin` on; their K/V is written."""
-        if self.scored is not None:
-            self.scored(cache, tokens, begin, logits)
-        view = self.view([cache.slot], [(begin, len(tokens))])
-        model = self.model_for([adapter], [len(tokens)])
-        hidden = model.forward(upload(tokens, torch.int64, self.device), view).hidden
-        return self.model.logits(hidden) if logits else hidden
+        with nullcontext() if self.scoring is None else self.scoring(cache, tokens, begin, logits):
+            view = self.view([cache.slot], [(begin, len(tokens))])
+            model = self.model_for([adapter], [len(tokens)])
+            hidden = model.forward(upload(tokens, torch.int64, self.device), view).hidden
+            return self.model.logits(hidden) if logits else hidden
 
     def view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
         """The K/V view for a pass over (first position, count) of the sequences in these slots."""

@@ -68,6 +68,7 @@ class Seq:
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted
+    failed_drafters: set[str] = field(default_factory=set)  # switched off for this request
     paused: bool = False  # its output is not being read
     num_inflight_tokens: int = 0  # maximum tokens that a step in flight may add (the host reads one step behind)
     id: str = field(init=False)

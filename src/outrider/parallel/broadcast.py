@@ -75,7 +75,7 @@ class Leader:
         group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
         engine.runner.divided = True
         engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
-        engine.runner.scored = self._score
+        engine.runner.scoring = self._scoring
 
     def send(self, command: str, *arguments: object) -> None:
         """command: a method of `Follower`."""
@@ -116,8 +116,11 @@ class Leader:
         known.tokens = len(seq.tokens)
         return SeqUpdate(seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
 
-    def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
-        self.send("score", cache.slot, new_pages(cache, {}), tokens, begin, logits)
+    @contextmanager
+    def _scoring(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Iterator[None]:
+        with self.together():
+            self.send("score", cache.slot, new_pages(cache, {}), tokens, begin, logits)
+            yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
