@@ -158,11 +158,15 @@ class LLM:
         """All answers, n per prompt."""
         params = params or SamplingParams()
         requests = [request for prompt in each_prompt(prompts) for request in self.requests(prompt, params, **how)]
-        done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
+        return self._complete(requests)
+
+    def _complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Runs these requests to their ends."""
+        completions = {request.id: Completion("", [], "", RequestStats(), [], []) for request in requests}
         with closing(self._shared.run(requests)) as events:
             for event in events:
-                _take(done[event.id], event)
-        return [done[r.id] for r in requests]
+                _take(completions[event.id], event)
+        return [completions[request.id] for request in requests]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **how: Unpack[RequestOptions]
@@ -174,7 +178,9 @@ class LLM:
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, **how: Unpack[RequestOptions]
     ) -> Completion:
-        return self.generate(self.chat_prompt(messages), params, **how)[0]
+        """Generates one answer, the first of `params.n`."""
+        requests = self.requests(self.chat_prompt(messages), params or SamplingParams(), **how)
+        return self._complete(requests[:1])[0]
 
     def chat_prompt(self, messages: Iterable[Mapping[str, Json]], tools: Json = None) -> list[int]:
         listed = list(messages) if isinstance(messages, Iterable) else [messages]

@@ -63,9 +63,16 @@ class SharedEngine:
                 self._turns.wait_for(lambda: not self._stepping)
                 for request in requests:
                     self.engine.validate(request)
-                for request in requests:
-                    self.engine.submit(request)
-                    self._boxes[request.id] = box
+                try:
+                    for request in requests:
+                        self.engine.submit(request)
+                        self._boxes[request.id] = box
+                except BaseException:
+                    for request in requests:
+                        if self._boxes.get(request.id) is box:
+                            del self._boxes[request.id]
+                            self.engine.abort(request.id)
+                    raise
             finally:
                 self._joining -= 1
                 self._turns.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,34 @@ def test_one_request_that_cannot_run_begins_none(llm: LLM) -> None:
     with pytest.raises(OutriderError, match="outside the vocabulary"):
         llm.generate([[1, 2], [VOCAB]], PARAMS)
     assert not llm.engine.busy
+
+
+def test_a_request_that_is_refused_late_leaves_no_earlier_one_running(llm: LLM) -> None:
+    """An adapter is read after all requests were validated: if that fails, those submitted before must not go on."""
+    submit = llm.engine.submit
+
+    def refuses(request: Any) -> None:
+        if request.prompt == PROMPTS[1]:
+            raise OutriderError("memory is short")
+        submit(request)
+
+    llm.engine.submit = refuses  # type: ignore[method-assign]
+    with pytest.raises(OutriderError, match="memory is short"):
+        llm.generate([PROMPTS[0], PROMPTS[1], PROMPTS[2]], PARAMS)
+    assert llm.engine.progress() == {} and not llm._shared._boxes
+    alone = llm.generate(PROMPTS[0], PARAMS)[0].token_ids
+    assert len(alone) == 24 and not llm.engine.busy
+    llm.engine.check()
+
+
+def test_a_chat_generates_the_one_answer_that_it_returns(llm: LLM) -> None:
+    llm.chat_prompt = lambda messages, tools=None: list(PROMPTS[0])  # type: ignore[method-assign, misc]
+    several = replace(PARAMS, n=4, temperature=1.0)
+    answer = llm.chat([], several)
+    assert llm.engine.metrics.requests == 1 and llm.engine.metrics.new_tokens == 24
+    assert answer.token_ids == llm.generate(PROMPTS[0], several)[0].token_ids
+    with pytest.raises(OutriderError, match="n must be"):
+        llm.chat([], replace(PARAMS, n=0))
 
 
 def test_prompts_as_they_come() -> None:
