@@ -46,12 +46,14 @@ class KVBudget:
         device = target.device
         batch = config.max_batch or can.sequences
         passes = max_prefill_rows(model, can)
+        penalties = penalty_bytes(batch, model.vocab_size)
         budget = None
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
-            budget = int(free - (1.0 - config.gpu_memory) * total) - work - captured_bytes(model, passes)
-        found = plan_kv_memory(config, model, dtype, free_bytes(device), batch, budget, extra)
+            budget = int(free - (1.0 - config.gpu_memory) * total) - work - captured_bytes(model, passes) - penalties
+        free_memory = max(0, free_bytes(device) - penalties)
+        found = plan_kv_memory(config, model, dtype, free_memory, batch, budget, extra)
         packed = max_packed_rows(model, can, passes, spare_bytes(config, device))
         return replace(found, pass_rows=passes, packed_rows=packed)
 
@@ -89,6 +91,12 @@ def container_bytes(root: Path) -> int:
                 taken = int((root / used).read_text(encoding="ascii")) - int(counts.get(files, 0))
                 return max(0, int(most) - max(0, taken))
     return UNKNOWN
+
+
+def penalty_bytes(batch: int, vocab: int) -> int:
+    """Bytes of the penalties' tables (`SlotSampling`): for each slot and the padding row, which tokens the prompt has
+    (bool) and how often each was emitted (int32); and of the rows that a step of all sequences gathers from them."""
+    return (batch + 1 + batch) * vocab * (1 + 4)
 
 
 def captured_bytes(model: ModelConfig, rows: int) -> int:

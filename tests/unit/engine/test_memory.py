@@ -9,11 +9,22 @@ import torch
 from tests.engines import VARIANTS, request, tiny_engine
 
 from outrider.config import EngineConfig
-from outrider.engine.memory import KV_BYTES, UNKNOWN, captured_bytes, container_bytes, free_bytes, plan_kv_memory
+from outrider.engine import memory
+from outrider.engine.memory import (
+    KV_BYTES,
+    UNKNOWN,
+    KVBudget,
+    captured_bytes,
+    container_bytes,
+    free_bytes,
+    penalty_bytes,
+    plan_kv_memory,
+)
 from outrider.engine.prefill_budget import max_batched_prefill, prefill_idle, prefill_with_decodes
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
 from outrider.models.inspect import work_bytes
+from outrider.spec.slot_sampling import SamplingFeatures, SlotSampling
 from outrider.types import OutriderError
 
 LLAMA = ModelConfig.from_hf({**VARIANTS["llama"], "max_position_embeddings": 32768})
@@ -47,6 +58,7 @@ def test_a_gpu_is_divided_between_windows_and_whole_contexts() -> None:
     granted here."""
     large = ModelConfig.from_hf(dict(BUILTIN_CONFIGS["google/gemma-4-31B-it"]))
     left = int(0.9 * 139.8 * 2**30 - 61.4e9 - 1.6e9) - work_bytes(large.vocab_size, 2048) - captured_bytes(large, 256)
+    left -= penalty_bytes(254, large.vocab_size)
     got = plan_kv_memory(EngineConfig(), large, torch.bfloat16, 0, batch=254, budget=left)
     assert got.max_context == 262144 and got.tokens >= 262144 and got.tokens >= 40 * 8192
     assert got.window_tokens is not None and got.window_tokens >= 40 * (1024 + 17)
@@ -127,3 +139,24 @@ def test_captured_passes_are_counted() -> None:
     assert captured_bytes(small, 0) == 0
     assert 77 << 20 < captured_bytes(small, 2048) < 1 << 30
     assert 307 << 20 < captured_bytes(large, 256) < 1 << 30
+
+
+def test_tables_of_penalties_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request with penalties allocates tables for every slot: 340 MB at 257 rows of 262,144 tokens."""
+    tables = SlotSampling(9, 64, (), torch.device("cpu"))
+    tables.grow(SamplingFeatures(penalties=True))
+    penalties = tables.penalties
+    assert penalties is not None
+    allocated = penalties.in_prompt.nbytes + penalties.counts.nbytes
+    gathered = allocated * 8 // 9
+    assert penalty_bytes(8, 64) == allocated + gathered
+    seen: list[int] = []
+
+    def planned(*arguments: object) -> KVBudget:
+        seen.append(arguments[3])  # type: ignore[arg-type]
+        return KVBudget(64, 128)
+
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(memory, "plan_kv_memory", planned)
+    tiny_engine("llama")
+    assert seen == [(1 << 30) - penalty_bytes(8, 64)]
