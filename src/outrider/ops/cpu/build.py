@@ -1,8 +1,8 @@
 """Finds the C kernels for this processor: shipped inside the wheel, or compiled once into the cache folder.
 
-The library's name contains a hash of the sources, the flags and the compiler, so a change of any of them triggers a
-build, and running processes keep the library they have loaded. Starts may race: each builds under its own name, then
-renames.
+A library's name contains a hash of the sources and the flags; one that was compiled here also a hash of the compiler.
+A change of any of them triggers a build, and running processes keep the library they have loaded. Starts may race: each
+builds under its own name, then renames.
 """
 
 from __future__ import annotations
@@ -184,22 +184,44 @@ def told(what: str) -> Iterator[None]:
 
 
 def file_name(isa: str) -> str:
+    """The name of a shipped library."""
     digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
     return f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
 
 
+def compiler_id(cc: str) -> str:
+    """Identifies a compiler by its path, and by the size and date of its file, which an update changes."""
+    path = os.path.realpath(shutil.which(cc) or cc)
+    state = os.stat(path)
+    identity = repr((path, state.st_size, state.st_mtime_ns))
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+
+def built_name(isa: str, cc: str) -> str:
+    """The name of a library that `cc` compiles here."""
+    return file_name(isa).replace(".so", f"-{compiler_id(cc)}.so")
+
+
 def found(isa: str) -> Path | None:
-    """The library of a level, if there is one: shipped, or built before."""
-    name = file_name(isa)
-    return next((path for path in (SHIPPED / name, cache_path("kernels", name)) if path.exists()), None)
+    """The library of a level: shipped, or compiled before by the compiler in use; without a compiler, by any."""
+    shipped = SHIPPED / file_name(isa)
+    if shipped.exists():
+        return shipped
+    try:
+        built = cache_path("kernels", built_name(isa, compiler()))
+    except BuildError:
+        folder = cache_path("kernels")
+        matches = sorted(folder.glob(file_name(isa).replace(".so", "-*.so")))
+        return matches[0] if matches else None
+    return built if built.exists() else None
 
 
 def build(isa: str) -> Path:
     path = found(isa)
     if path is None:
-        path = cache_path("kernels", file_name(isa))
+        path = cache_path("kernels", built_name(isa, compiler()))
         with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
             compile_to(path, isa)
     return path
