@@ -1,12 +1,14 @@
 """Quantised weights in the layout of formats.h: the file's own bits, repacked by the library while they are loaded.
 
 Every block format of GGUF keeps its values and its width (6-bit scales become bytes: at most 1.03 times the file). Rows
-of several tensors fused into one weight stay in their own formats (PackedKind.PARTS).
+of several tensors fused into one weight stay in their own formats (PackedKind.PARTS), or become float32 if these do not
+divide into groups of 16 rows.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Callable, Sequence
 from ctypes import Structure
@@ -24,6 +26,7 @@ from ..reference import as_tensor
 from .lib import CMoe, CWeight, PackedKind, at, dense_weight
 from .memory import Arena
 
+log = logging.getLogger("outrider")
 Allocate = Callable[..., Tensor]  # (shape, dtype)
 LANES = 16
 BLOCK = 32
@@ -62,14 +65,27 @@ class Packer:
         self.rounded = Arena()  # copies of weights that are freed: in `arena` they would keep their memory
 
     def pack(self, parts: Sequence[Weight]) -> PackedWeight | None:
-        """Rows of all parts (GGUF blocks) in order; None where the width does not divide into blocks."""
+        """Rows of all parts (GGUF blocks) in order, with the file's values; None if the width does not divide into
+        blocks. Where a group of 16 would hold rows of two formats, the rows become float32."""
         if parts[0].shape[-1] % BLOCK:
             return None
         runs = [list(run) for _, run in groupby(parts, lambda part: part.format)]  # each becomes one weight
-        if any(sum(p.shape[0] for p in run) % LANES for run in runs[:-1]):  # a group would have rows of two kinds
-            runs = [[quantize_rows(p.dense(), "int8") for p in parts]]
-        made = [self._one(run) for run in runs]
-        return made[0] if len(made) == 1 else join(made)
+        if any(sum(p.shape[0] for p in run) % LANES for run in runs[:-1]):
+            return self._decoded(parts)
+        packed = [self._one(run) for run in runs]
+        return packed[0] if len(packed) == 1 else join(packed)
+
+    def _decoded(self, parts: Sequence[Weight]) -> PackedWeight:
+        """Rows of several formats in float32."""
+        heights = [part.shape[0] for part in parts]
+        width = parts[0].shape[1]
+        out = self.arena.empty((sum(heights), width), torch.float32)
+        for rows, part in zip(out.split(heights), parts, strict=True):
+            for lo, hi, some in part.slices(SLICE):
+                rows[lo:hi] = some.dense()
+        described = " and ".join(f"{height} rows of {part.format.name}" for height, part in zip(heights, parts))
+        log.warning("%s do not fill groups of %d: kept in float32, %d MB", described, LANES, out.nbytes >> 20)
+        return dense_rows(out, out.nbytes)
 
     def _one(self, parts: Sequence[Weight]) -> PackedWeight:
         rows = [math.prod(part.shape[:-1]) for part in parts]
