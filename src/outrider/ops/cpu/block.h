@@ -160,11 +160,11 @@ int or_read_slots(ThreadPool *pool, const BlockNet *net, const Unread *u, const 
             positions[r] = span[0] + j; row_seq[r] = slot; following[r] = u->following[slot * u->most + j];
             for (int t = 0; t < net->streams; t++) from[r * net->streams + t] = states + (long)t * (net->fc.k / net->streams);
         }
-        u->span[2 * slot + 1] = 0;
     }
     Batch batch = net->call.batch; /* whole tables, by slot */
     batch.rows = (int32_t)rows; batch.positions = positions; batch.row_seq = row_seq;
     const int failed = block_context(pool, net, &batch, from, following);
+    for (int i = 0; i < count && !failed; i++) u->span[2 * slots[i] + 1] = 0; /* rows that were not read stay unread */
     free(room);
     return failed;
 }

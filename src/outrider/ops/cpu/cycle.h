@@ -7,7 +7,7 @@
 #include "tree.h"
 
 int or_forward(ThreadPool *pool, const Call *call);
-void or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out);
+int or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out);
 
 typedef struct {          /* one sequence */
     int64_t last, length;  /* the newest token and its position */
@@ -254,8 +254,8 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
     }
     int failed = block_forward(pool, c, who, n, steps, hidden);
+    if (!failed) failed = or_logits(pool, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
     if (!failed) {
-        or_logits(pool, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
         pool_begin(pool);
         Guess job = {steps, (int)rows, temperature, sampled, seed, position, c->top_k ? top_k : NULL, top_p, min_logp, c->z,
                      (float *)pool_scratch(pool, pool->size * (V + FILTER_ROOM(V)) * 4), out, sure, net};
@@ -389,8 +389,8 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     gather_tables(&call.batch, c, NULL, B, width, tables);
     int failed = or_forward(pool, &call);
     if (!failed && c->likely < 0 && !c->top_k) failed = choose_best(pool, c, call.hidden, r, row_seq, positions);
-    else if (!failed) {
-        or_logits(pool, &c->head, call.hidden, r, c->cap, c->z);
+    else if (!failed) failed = or_logits(pool, &c->head, call.hidden, r, c->cap, c->z);
+    if (!failed && (c->likely >= 0 || c->top_k)) {
         pool_begin(pool);
         VerdictJob job = {c, row_seq, positions, r, pool_scratch(pool, pool->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
         failed = !job.warm;

@@ -111,7 +111,7 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
         Call call = c->call;
         call.hidden = hidden;
         failed = or_forward(pool, &call);
-        for (int b = 0; b < B; b++) memcpy(g + (long)b * H, hidden + (first->row_start[b + 1] - 1L) * H, (size_t)H * 4);
+        for (int b = 0; b < B && !failed; b++) memcpy(g + (long)b * H, hidden + (first->row_start[b + 1] - 1L) * H, (size_t)H * 4);
         call.batch.rows = B; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
         call.hidden = g;
         Scoring s = {c, 0, wide, .z = z, .tokens = tokens, .path = path, .live = live};

@@ -20,12 +20,20 @@ int or_sizes(int which) {
 }
 
 /* ---- teams ---- */
+/* NULL without memory */
 ThreadPool *or_pool_new(int size) {
     ThreadPool *t = aligned_alloc(64, (sizeof(ThreadPool) + 63) & ~(size_t)63);
+    if (!t) return NULL;
     memset(t, 0, sizeof *t);
     t->size = size < 1 ? 1 : size;
     t->threads = calloc((size_t)t->size, sizeof(pthread_t));
     t->claims = aligned_alloc(64, (size_t)t->size * sizeof(Claim));
+    if (!t->threads || !t->claims) {
+        free(t->threads);
+        free(t->claims);
+        free(t);
+        return NULL;
+    }
     pool_start(t);
     return t;
 }
@@ -89,26 +97,32 @@ static void product_region(ThreadPool *pool, int me, void *job) {
     product_phase(pool, me, p->w, &p->a, p->rows, &p->to);
 }
 
-static void run_product(ThreadPool *pool, const Weight *w, const float *x, int rows, Epilogue to) {
+/* Returns 1 without scratch. */
+static int run_product(ThreadPool *pool, const Weight *w, const float *x, int rows, Epilogue to) {
+    const int quantised = w->kind != W_DENSE;
     pool_begin(pool);
-    ProductJob job = {w, {0}, rows, to};
-    job.a = acts_at(w->kind == W_DENSE ? NULL : pool_scratch(pool, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
-    if (w->kind != W_DENSE && rows == 1) acts_row(&job.a, 0);
-    pool_run(pool, product_region, &job);
+    char *scratch = quantised ? pool_scratch(pool, acts_bytes(rows, w->k)) : NULL;
+    const int failed = quantised && !scratch;
+    if (!failed) {
+        ProductJob job = {.w = w, .a = acts_at(scratch, rows, w->k, x, w->k), .rows = rows, .to = to};
+        if (quantised && rows == 1) acts_row(&job.a, 0);
+        pool_run(pool, product_region, &job);
+    }
     pool_end(pool);
+    return failed;
 }
 
-void or_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *bias, float *out) {
+int or_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *bias, float *out) {
     Epilogue to = {TO_STORE, bias, out, w->n};
-    run_product(pool, w, x, rows, to);
+    return run_product(pool, w, x, rows, to);
 }
-void or_gated_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, int act, float *out) {
+int or_gated_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, int act, float *out) {
     Epilogue to = {TO_GATED, NULL, out, w->n / 2, act};
-    run_product(pool, w, x, rows, to);
+    return run_product(pool, w, x, rows, to);
 }
-void or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out) {
+int or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out) {
     Epilogue to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
-    run_product(pool, w, x, rows, to);
+    return run_product(pool, w, x, rows, to);
 }
 /* y [rows, 16·groups] += scale · B (A x), x [rows, k]: as a product of a pass adds it */
 typedef struct { LowRankRows low; QActs x; int rows, groups; float *y; } LowRankJob;
@@ -171,15 +185,22 @@ static void cluster_region(ThreadPool *pool, int me, void *job) {
     ClusterJob *j = job;
     cluster_phase(pool, &j->c, &j->a, j->rows, j->best, j->out);
 }
-void or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *scores, int clusters, int top, int size, int64_t *best,
-                  float *out) {
-    for (int r = 0; r < rows; r++) best_columns(scores + (long)r * clusters, clusters, top, best + (long)r * top);
+int or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *scores, int clusters,
+                 int top, int size, int64_t *best, float *out) {
+    const int quantised = w->kind != W_DENSE;
     pool_begin(pool);
-    ClusterJob job = {{w, clusters, top, size}, {0}, rows, best, out};
-    job.a = acts_at(w->kind == W_DENSE ? NULL : pool_scratch(pool, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
-    if (w->kind != W_DENSE) for (int r = 0; r < rows; r++) acts_row(&job.a, r);
-    pool_run(pool, cluster_region, &job);
+    char *scratch = quantised ? pool_scratch(pool, acts_bytes(rows, w->k)) : NULL;
+    const int failed = quantised && !scratch;
+    if (!failed) {
+        for (int r = 0; r < rows; r++) best_columns(scores + (long)r * clusters, clusters, top, best + (long)r * top);
+        ClusterJob job = {
+            .c = {w, clusters, top, size}, .a = acts_at(scratch, rows, w->k, x, w->k), .rows = rows, .best = best, .out = out,
+        };
+        for (int r = 0; quantised && r < rows; r++) acts_row(&job.a, r);
+        pool_run(pool, cluster_region, &job);
+    }
     pool_end(pool);
+    return failed;
 }
 
 /* ---- rows ---- */

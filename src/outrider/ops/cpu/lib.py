@@ -71,14 +71,20 @@ def ptrs(*tensors: Tensor | None) -> list[int | None]:
     return [None if t is None else t.data_ptr() for t in tensors]
 
 
-def out_of_memory(result: int, function: Any, _: object) -> None:
+def raise_on_failure(result: int, function: Any, _: object) -> None:
     if result:
         raise MemoryError(f"scratch of {function.__name__}")
 
 
+def raise_on_null(result: int | None, function: Any, _: object) -> int:
+    if result is None:
+        raise MemoryError(f"result of {function.__name__}")
+    return result
+
+
 def declare(lib: ctypes.CDLL) -> None:
-    """The functions' signatures: structs are passed as they are, other pointers as addresses. What runs on a thread
-    pool and returns an int lacked memory where that is not 0."""
+    """Declares the functions' signatures: structs are passed as they are, other pointers as addresses. Functions that
+    take a ThreadPool and return an int return nonzero on allocation failure; functions that return a pointer, NULL."""
     structs = {f"{name} *": POINTER(made) for name, made in STRUCTS.items()}
     for result, star, name, given in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
         given = [one for one in given.split(",") if one != "void"]
@@ -87,7 +93,9 @@ def declare(lib: ctypes.CDLL) -> None:
         kinds = [re.sub(r"^const |\w+$", "", one.strip()).strip() for one in given]
         function.argtypes = [structs.get(kind, c_void_p) if "*" in kind else NUMBERS[kind] for kind in kinds]
         if result == "int" and given and given[0].startswith("ThreadPool *"):
-            function.errcheck = out_of_memory
+            function.errcheck = raise_on_failure
+        elif star:
+            function.errcheck = raise_on_null
 
 
 DAMAGED = "file too short", "invalid ELF header", "file data overread", "cannot read file data"

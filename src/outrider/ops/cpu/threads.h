@@ -218,7 +218,9 @@ static void pool_start(ThreadPool *t) {
     t->size = 1;
     for (int i = 1; i < wanted; i++) {
         Member *m = malloc(sizeof *m);
-        m->pool = t; m->me = i;
+        if (!m) break;
+        m->pool = t;
+        m->me = i;
         if (pthread_create(&t->threads[i], NULL, pool_member, m)) { free(m); break; }
         t->size++;
     }
@@ -249,8 +251,9 @@ static void pool_run(ThreadPool *t, Region region, void *job) {
 
 /* At least `size` bytes, 64-byte aligned, contents lost; valid until the next call. */
 static void *pool_scratch(ThreadPool *t, size_t size) {
-    if (size > t->scratch.size) {
+    if (size > t->scratch.size || !t->scratch.at) { /* nothing is a size as well: NULL means no memory */
         free(t->scratch.at);
+        size = size ? size : 1;
         size = (size + (size >> 2) + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1);
         t->scratch.at = aligned_alloc(HUGE_PAGE, size);
 #ifdef MADV_HUGEPAGE
