@@ -25,6 +25,7 @@ ALLOWED = {
         "models.builtin_configs",
         "models.names",
         "models.split",
+        "models.audio_config",
         "models.vision_config",
         "ops",
     },
@@ -57,7 +58,7 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "prompts", "svg",
-    "models/config", "models/names", "models/vision_config", "models/split", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
+    "models/config", "models/names", "models/vision_config", "models/audio_config", "models/split", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/timing", "spec/tuning", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget",

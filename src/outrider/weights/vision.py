@@ -3,7 +3,7 @@
 Those of a GGUF model lie in a file next to it, the multimodal projector (mmproj): llama.cpp's `gemma3` (SigLIP),
 `gemma4v` (tower) and `gemma4uv` (the 12B's embedder). `mmproj_config` describes the pair as a Hugging Face
 configuration, `read_mmproj` returns tensors under Hugging Face names and in their layout. Sizes come from the tensors'
-shapes, heads and eps from the metadata. Audio tensors are ignored.
+shapes, heads and eps from the metadata. Its audio tensors are read by `audio.py`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
     boi, image, eoi = (known.get(token, len(known) + (1 << 30)) for token in spelled)
     patch = mmproj_shape(file, "v.patch_embd.weight")
     positions = mmproj_shape(file, "v.position_embd.weight")
-    layers = sum(name.endswith(".ln1.weight") for name in file.tensors)
+    layers = sum(name.startswith("v.blk.") and name.endswith(".ln1.weight") for name in file.tensors)
     heads = mmproj_number(file, "attention.head_count", 1.0)
     eps = mmproj_number(file, "attention.layer_norm_epsilon", 1e-6)
     vision: ForeignDict = {"hidden_size": patch[0], "num_hidden_layers": layers, "num_attention_heads": int(heads)}
