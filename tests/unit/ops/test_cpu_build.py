@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def test_a_call_that_lacks_memory_raises() -> None:
     library.or_pool_free(pool)
     with pytest.raises(MemoryError, match="or_pool_new"):
         library.or_pool_new.errcheck(None, library.or_pool_new, ())
+
+
+def test_no_long_in_the_kernels() -> None:
+    """It has 32 bits on Windows: an offset into a large weight would overflow there, and only there."""
+    for name in build.SOURCES:
+        code = re.sub(r"/\*.*?\*/", "", (build.HERE / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.search(r"\blong\b|\b\d+L\b", code), name
 
 
 def test_the_check_for_arm_knows_the_kernels() -> None:

@@ -44,12 +44,12 @@ typedef struct {
 INLINE int spec_qkv_rows(const Spec *s) { return (s->heads + (s->writes ? (s->k_eq_v ? 1 : 2) : 0) * s->kv_heads) * s->dim; }
 INLINE int kv_row(const Spec *s, const Batch *b) { return s->dim + (b->kv_dtype == DT_I8 ? 4 : 0); } /* elements of a slot */
 INLINE size_t kv_item(const Batch *b) { return b->kv_dtype == DT_F32 ? 4 : b->kv_dtype == DT_I8 ? 1 : 2; }
-INLINE long kv_offset(const Spec *s, const Batch *b, int seq, int64_t position, int head) { /* in elements */
-    long page = b->tables[s->group][(long)seq * b->width[s->group] + position / b->page_size];
+INLINE int64_t kv_offset(const Spec *s, const Batch *b, int seq, int64_t position, int head) { /* in elements */
+    int64_t page = b->tables[s->group][(int64_t)seq * b->width[s->group] + position / b->page_size];
     return ((page * s->kv_heads + head) * b->page_size + position % b->page_size) * kv_row(s, b);
 }
 /* The scales of the tile at `at`, in 8 bits. */
-INLINE vf tile_factors(const void *base, long at, int dim) { return vf_load((const float *)((const int8_t *)base + at + (long)LANES * dim)); }
+INLINE vf tile_factors(const void *base, int64_t at, int dim) { return vf_load((const float *)((const int8_t *)base + at + (int64_t)LANES * dim)); }
 
 INLINE int tiled(const Batch *b) { return b->page_size % LANES == 0; }
 
@@ -61,7 +61,7 @@ INLINE int paired(const Spec *s, const Batch *b) {
 #endif
 }
 
-INLINE void store_kv(const float *x, int dim, void *base, long at, int dtype) {
+INLINE void store_kv(const float *x, int dim, void *base, int64_t at, int dtype) {
     int i = 0;
     for (; i + LANES <= dim; i += LANES) vf_store_any(base, at + i, vf_load(x + i), dtype);
     for (; i < dim; i++) {
@@ -71,36 +71,36 @@ INLINE void store_kv(const float *x, int dim, void *base, long at, int dtype) {
 }
 
 /* A row in 8 bits into its slot of a tile: down a column, or along. */
-static void store_bytes(const Spec *s, const Batch *b, const float *x, void *base, int64_t position, long at, int column) {
+static void store_bytes(const Spec *s, const Batch *b, const float *x, void *base, int64_t position, int64_t at, int column) {
     const int lane = (int)(position % LANES), dim = s->dim;
-    int8_t *tile = (int8_t *)base + at - (long)lane * kv_row(s, b), q[1024];
+    int8_t *tile = (int8_t *)base + at - (int64_t)lane * kv_row(s, b), q[1024];
     vf top = vf_set(0.0f);
     for (int d = 0; d < dim; d += LANES) top = vf_max(top, vf_abs(vf_load(x + d)));
     const float most = vf_hmax(top), factor = most / 127.0f;
     const vf by = vf_set(most > 0.0f ? 127.0f / most : 0.0f);
     for (int d = 0; d < dim; d += LANES) vf_store_i8(q + d, vf_round(vf_mul(vf_load(x + d), by)));
     if (column) for (int d = 0; d < dim; d++) tile[d * LANES + lane] = q[d];
-    else memcpy(tile + (long)lane * dim, q, (size_t)dim);
-    memcpy(tile + (long)LANES * dim + 4 * lane, &factor, 4);
+    else memcpy(tile + (int64_t)lane * dim, q, (size_t)dim);
+    memcpy(tile + (int64_t)LANES * dim + 4 * lane, &factor, 4);
 }
 
 /* A key into its column of a tile; `at` is where its row would begin. */
-static void store_key(const Spec *s, const Batch *b, const float *x, int64_t position, long at) {
+static void store_key(const Spec *s, const Batch *b, const float *x, int64_t position, int64_t at) {
     void *base = b->keys[s->kv_layer];
     if (b->kv_dtype == DT_I8) { store_bytes(s, b, x, base, position, at, 1); return; }
     if (!tiled(b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
     const int lane = (int)(position % b->page_size % LANES);
-    at += lane - (long)lane * s->dim;
+    at += lane - (int64_t)lane * s->dim;
     if (b->kv_dtype == DT_F32) {
-        for (int d = 0; d < s->dim; d++) ((float *)base)[at + (long)d * LANES] = x[d];
+        for (int d = 0; d < s->dim; d++) ((float *)base)[at + (int64_t)d * LANES] = x[d];
         return;
     }
     uint16_t half[1024];
     store_kv(x, s->dim, half, 0, b->kv_dtype);
-    if (paired(s, b)) for (int d = 0; d < s->dim; d += 2) memcpy((uint16_t *)base + at + lane + (long)d * LANES, half + d, 4);
-    else for (int d = 0; d < s->dim; d++) ((uint16_t *)base)[at + (long)d * LANES] = half[d];
+    if (paired(s, b)) for (int d = 0; d < s->dim; d += 2) memcpy((uint16_t *)base + at + lane + (int64_t)d * LANES, half + d, 4);
+    else for (int d = 0; d < s->dim; d++) ((uint16_t *)base)[at + (int64_t)d * LANES] = half[d];
 }
-static void store_value(const Spec *s, const Batch *b, const float *x, int64_t position, long at) {
+static void store_value(const Spec *s, const Batch *b, const float *x, int64_t position, int64_t at) {
     void *base = b->values[s->kv_layer];
     if (b->kv_dtype == DT_I8) { store_bytes(s, b, x, base, position, at, 0); return; }
     if (!paired(s, b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
@@ -111,41 +111,41 @@ static void store_value(const Spec *s, const Batch *b, const float *x, int64_t p
 
 /* One key, one value from a tile's lane to another's. */
 INLINE void copy_factor(const Spec *s, const int8_t *from, int lane, int8_t *to, int to_lane) {
-    memcpy(to + (long)LANES * s->dim + 4 * to_lane, from + (long)LANES * s->dim + 4 * lane, 4);
+    memcpy(to + (int64_t)LANES * s->dim + 4 * to_lane, from + (int64_t)LANES * s->dim + 4 * lane, 4);
 }
-static void copy_key(const Spec *s, const Batch *b, const void *from, long tile, int lane, void *to, long to_tile, int to_lane) {
+static void copy_key(const Spec *s, const Batch *b, const void *from, int64_t tile, int lane, void *to, int64_t to_tile, int to_lane) {
     if (b->kv_dtype == DT_I8) {
         const int8_t *x = (const int8_t *)from + tile;
         int8_t *y = (int8_t *)to + to_tile;
         for (int d = 0; d < s->dim; d++) y[to_lane + d * LANES] = x[lane + d * LANES];
         copy_factor(s, x, lane, y, to_lane);
     } else if (b->kv_dtype == DT_F32) {
-        for (int d = 0; d < s->dim; d++) ((float *)to)[to_tile + to_lane + (long)d * LANES] = ((const float *)from)[tile + lane + (long)d * LANES];
+        for (int d = 0; d < s->dim; d++) ((float *)to)[to_tile + to_lane + (int64_t)d * LANES] = ((const float *)from)[tile + lane + (int64_t)d * LANES];
     } else if (paired(s, b)) {
         for (int d = 0; d < s->dim; d += 2)
-            memcpy((uint16_t *)to + to_tile + 2 * to_lane + (long)d * LANES, (const uint16_t *)from + tile + 2 * lane + (long)d * LANES, 4);
+            memcpy((uint16_t *)to + to_tile + 2 * to_lane + (int64_t)d * LANES, (const uint16_t *)from + tile + 2 * lane + (int64_t)d * LANES, 4);
     } else {
-        for (int d = 0; d < s->dim; d++) ((uint16_t *)to)[to_tile + to_lane + (long)d * LANES] = ((const uint16_t *)from)[tile + lane + (long)d * LANES];
+        for (int d = 0; d < s->dim; d++) ((uint16_t *)to)[to_tile + to_lane + (int64_t)d * LANES] = ((const uint16_t *)from)[tile + lane + (int64_t)d * LANES];
     }
 }
-static void copy_value(const Spec *s, const Batch *b, const void *from, long tile, int lane, void *to, long to_tile, int to_lane) {
+static void copy_value(const Spec *s, const Batch *b, const void *from, int64_t tile, int lane, void *to, int64_t to_tile, int to_lane) {
     const size_t item = kv_item(b);
     if (b->kv_dtype == DT_I8) copy_factor(s, (const int8_t *)from + tile, lane, (int8_t *)to + to_tile, to_lane);
     if (!paired(s, b)) {
-        memcpy((char *)to + (to_tile + (long)to_lane * s->dim) * item, (const char *)from + (tile + (long)lane * s->dim) * item, s->dim * item);
+        memcpy((char *)to + (to_tile + (int64_t)to_lane * s->dim) * item, (const char *)from + (tile + (int64_t)lane * s->dim) * item, s->dim * item);
         return;
     }
-    const uint16_t *x = (const uint16_t *)from + tile + (long)(lane & ~1) * s->dim + (lane & 1);
-    uint16_t *y = (uint16_t *)to + to_tile + (long)(to_lane & ~1) * s->dim + (to_lane & 1);
+    const uint16_t *x = (const uint16_t *)from + tile + (int64_t)(lane & ~1) * s->dim + (lane & 1);
+    uint16_t *y = (uint16_t *)to + to_tile + (int64_t)(to_lane & ~1) * s->dim + (to_lane & 1);
     for (int d = 0; d < s->dim; d++) y[2 * d] = x[2 * d];
 }
 /* Keys and values of one place of a sequence to another. */
 static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_t to) {
     void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
     const size_t item = kv_item(b);
-    const long row = kv_row(s, b);
+    const int64_t row = kv_row(s, b);
     for (int head = 0; head < s->kv_heads; head++) {
-        const long source = kv_offset(s, b, seq, from, head), target = kv_offset(s, b, seq, to, head);
+        const int64_t source = kv_offset(s, b, seq, from, head), target = kv_offset(s, b, seq, to, head);
         if (!tiled(b)) {
             memmove((char *)keys + target * item, (char *)keys + source * item, s->dim * item);
             memmove((char *)values + target * item, (char *)values + source * item, s->dim * item);
@@ -160,12 +160,12 @@ static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_
 /* Head `h` of a row's fused projection (q heads, then k, then v): q is rotated in place, k and v go to the cache. */
 static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float *qkv, const float *cos, const float *sin,
                             const float *q_norm, const float *k_norm) {
-    float *x = qkv + (long)h * s->dim;
+    float *x = qkv + (int64_t)h * s->dim;
     if (h < s->heads) { rope_head(x, s->dim, q_norm, q_norm != NULL, s->eps, cos, sin, x); return; }
     float k[1024], v[1024];
     const int kv = (h - s->heads) % s->kv_heads, is_v = h >= s->heads + s->kv_heads;
     const int64_t place = b->places ? b->places[row] : b->positions[row];
-    const long at = kv_offset(s, b, (int)b->row_seq[row], place, kv);
+    const int64_t at = kv_offset(s, b, (int)b->row_seq[row], place, kv);
     if (is_v || s->k_eq_v) {
         if (s->norm_v) norm_row(x, s->dim, NULL, s->eps, v);
         store_value(s, b, s->norm_v ? v : x, place, at);
@@ -218,14 +218,14 @@ INLINE int64_t off_line(const Batch *b, int seq, int row) {
     if (!b->paths) return INT64_MAX;
     const int first = b->row_start[seq];
     const int64_t base = b->positions[first], depth = b->positions[row] - base;
-    return b->paths[(long)row * b->path_width + depth] == depth ? INT64_MAX : base; /* a row's number is its depth on the main line alone */
+    return b->paths[(int64_t)row * b->path_width + depth] == depth ? INT64_MAX : base; /* a row's number is its depth on the main line alone */
 }
 
 INLINE int padded(int dim) { return (dim + LANES - 1) & ~(LANES - 1); }
 INLINE size_t part_floats(const Spec *s) { return (size_t)padded(s->dim) + LANES; } /* maximum, sum, (pad), weighted values */
 INLINE size_t attend_scratch(int dim) { return (size_t)(MAX_QUERIES * CHUNK + 2 * LANES * padded(dim)) * sizeof(float); } /* scores, two tiles */
 
-INLINE vf load_piece(const void *base, long row, int d, int dim, int dtype) { /* sixteen of a row's values from d, zeros past its end */
+INLINE vf load_piece(const void *base, int64_t row, int d, int dim, int dtype) { /* sixteen of a row's values from d, zeros past its end */
     if (d + LANES <= dim) return vf_any(base, row + d, dtype);
     float t[LANES] = {0};
     for (int i = d; i < dim; i++) t[i - d] = one_any(base, row + i, dtype);
@@ -236,17 +236,17 @@ INLINE int even_share(int count, int most) { /* the size of equal pieces of at m
     return (count + pieces - 1) / pieces;
 }
 
-INLINE void fetch_tile(const void *base, long at, int dim, int dtype) { /* sixteen rows */
+INLINE void fetch_tile(const void *base, int64_t at, int dim, int dtype) { /* sixteen rows */
     const int item = dtype == DT_F32 ? 4 : dtype == DT_I8 ? 1 : 2;
     for (int i = 0; i < LANES * dim * item; i += 64) __builtin_prefetch((const char *)base + at * item + i, 0, 2);
 }
 
 /* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. In chunks.c. */
 __attribute__((visibility("hidden"))) void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk,
-                                                        const float *q, long ldq, float *part, long part_step, float *scratch);
+                                                        const float *q, int64_t ldq, float *part, int64_t part_step, float *scratch);
 
 /* Merge the chunks of one query, in ascending order. */
-static void merge_chunks(float *parts, int count, long step, int dim, float *out) {
+static void merge_chunks(float *parts, int count, int64_t step, int dim, float *out) {
     float top = -INFINITY;
     for (int c = 0; c < count; c++) if (parts[c * step] > top) top = parts[c * step];
     vf sum = vf_set(0.0f);
@@ -306,28 +306,28 @@ static void split_place(AttnSplit *cut, const ThreadPool *pool, const Spec *s, c
 }
 
 /* All chunks of some queries, merged into their rows of `out`. */
-static void attend_queries(const Spec *s, const Batch *b, const AttnSplit *cut, int me, RowBlock r, int head, int q0, int q1, const float *q, long ldq,
-                           float *out, long ldo, float *done, QActs *quantised) {
+static void attend_queries(const Spec *s, const Batch *b, const AttnSplit *cut, int me, RowBlock r, int head, int q0, int q1, const float *q, int64_t ldq,
+                           float *out, int64_t ldo, float *done, QActs *quantised) {
     const int per = s->heads / s->kv_heads, dim = s->dim;
-    const long step = (long)part_floats(s);
+    const int64_t step = (int64_t)part_floats(s);
     float *part = done ? done : cut->parts + cut->parts_step * me;
     int c0, c1;
     block_chunks(s, b, r, &c0, &c1);
     for (int c = c0; !done && c < c1; c++)
         attend_chunk(s, b, r, head, q0, q1, c, q, ldq, part + (c - c0) * step, cut->most * step, (float *)(cut->scratch + cut->scratch_step * me));
     for (int i = q0; i < q1; i++) {
-        const long row = r.row + i % r.count, at = (long)(head * per + i / r.count) * dim;
-        merge_chunks(part + (long)(i - q0) * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
+        const int64_t row = r.row + i % r.count, at = (int64_t)(head * per + i / r.count) * dim;
+        merge_chunks(part + (int64_t)(i - q0) * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
         if (quantised)
             quantize_row(out + row * ldo + at, dim, quantised, row * quantised->k + at);
     }
 }
 
 /* One member's share of attention. No barrier at the end. */
-static void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b, const AttnSplit *cut, const float *q, long ldq, float *out, long ldo,
+static void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b, const AttnSplit *cut, const float *q, int64_t ldq, float *out, int64_t ldo,
                          QActs *quantised) {
     const int per = s->heads / s->kv_heads, tasks = cut->count * s->kv_heads;
-    const long step = (long)part_floats(s);
+    const int64_t step = (int64_t)part_floats(s);
     int lo, hi;
     if (cut->how == CUT_QUERIES) {
         pool_share(pool, me, b->rows * s->heads, &lo, &hi);
@@ -353,7 +353,7 @@ static void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b
         RowBlock r = cut->blocks[t / s->kv_heads];
         int c0, c1;
         block_chunks(s, b, r, &c0, &c1);
-        float *part = cut->parts + ((long)r.row * s->heads + (long)head * r.count * per) * cut->most * step;
+        float *part = cut->parts + ((int64_t)r.row * s->heads + (int64_t)head * r.count * per) * cut->most * step;
         if (c0 + c < c1)
             attend_chunk(s, b, r, head, 0, r.count * per, c0 + c, q, ldq, part + c * step, cut->most * step,
                          (float *)(cut->scratch + cut->scratch_step * me));
@@ -363,7 +363,7 @@ static void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b
     for (int t = lo; t < hi; t++) {
         RowBlock r = cut->blocks[t / s->kv_heads];
         const int head = t % s->kv_heads;
-        float *part = cut->parts + ((long)r.row * s->heads + (long)head * r.count * per) * cut->most * step;
+        float *part = cut->parts + ((int64_t)r.row * s->heads + (int64_t)head * r.count * per) * cut->most * step;
         attend_queries(s, b, cut, me, r, head, 0, r.count * per, q, ldq, out, ldo, part, quantised);
     }
 }

@@ -34,7 +34,7 @@ typedef struct {
 } ContextRun;
 
 /* What one row's layers read, from fc's output. */
-static void context_row(const ContextRun *run, long r) {
+static void context_row(const ContextRun *run, int64_t r) {
     const BlockNet *net = run->net;
     const Stack *s = net->call.stack;
     float *x = run->x + r * run->acts.k;
@@ -55,11 +55,11 @@ static void context_region(ThreadPool *pool, int me, void *job) {
     const int rows = run->batch.rows, wide = net->fc.k / net->streams;
     int lo, hi;
     pool_share(pool, me, rows, &lo, &hi);
-    for (long r = lo; r < hi; r++) {
+    for (int64_t r = lo; r < hi; r++) {
         float *in = run->in + r * net->fc.k;
         for (int t = 0; t < net->streams; t++) {
-            memcpy(in + (long)t * wide, run->from[r * net->streams + t], (size_t)wide * 4);
-            if (net->fc_norms) norm_row(in + (long)t * wide, wide, net->fc_norms[t], s->eps, in + (long)t * wide);
+            memcpy(in + (int64_t)t * wide, run->from[r * net->streams + t], (size_t)wide * 4);
+            if (net->fc_norms) norm_row(in + (int64_t)t * wide, wide, net->fc_norms[t], s->eps, in + (int64_t)t * wide);
         }
         if (net->input_norm) norm_row(in, net->fc.k, net->input_norm, s->eps, in);
         if (net->fc.kind != W_DENSE) acts_row(&run->in_acts, r);
@@ -70,7 +70,7 @@ static void context_region(ThreadPool *pool, int me, void *job) {
     Epilogue to_y = {TO_STORE, NULL, run->y, s->hidden};
     product_phase(pool, me, &net->fc, &run->in_acts, rows, &to_y);
     pool_barrier(pool);
-    for (long r = lo; r < hi; r++) context_row(run, r);
+    for (int64_t r = lo; r < hi; r++) context_row(run, r);
     pool_barrier(pool);
     for (int i = 0; i < s->layers; i++) { /* a layer's heads are written while the next one's product begins */
         const Layer *l = &s->layer[i];
@@ -82,7 +82,7 @@ static void context_region(ThreadPool *pool, int me, void *job) {
         pool_barrier(pool);
         pool_share(pool, me, rows * (n / a.dim), &lo, &hi);
         for (int t = lo; t < hi; t++) {
-            const long r = t % rows;
+            const int64_t r = t % rows;
             rope_write_head(&a, &run->batch, (int)r, t / rows, run->kv[i & 1] + r * n, run->cos[l->rope] + r * half, run->sin[l->rope] + r * half,
                             NULL, l->k_norm);
         }
@@ -127,10 +127,10 @@ static int block_context(ThreadPool *pool, const BlockNet *net, const Batch *bat
 }
 /* The same of whole streams: [streams] [rows, Ht] */
 int or_block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *streams, const int64_t *following) {
-    const long wide = net->fc.k / net->streams;
+    const int64_t wide = net->fc.k / net->streams;
     const float **from = malloc((size_t)batch->rows * net->streams * sizeof(float *));
     if (!from) return 1;
-    for (long i = 0; i < (long)batch->rows * net->streams; i++) from[i] = streams[i % net->streams] + i / net->streams * wide;
+    for (int64_t i = 0; i < (int64_t)batch->rows * net->streams; i++) from[i] = streams[i % net->streams] + i / net->streams * wide;
     const int failed = block_context(pool, net, batch, from, following);
     free(from);
     return failed;
@@ -146,7 +146,7 @@ typedef struct {                /* committed rows, by slot */
 
 /* Reads the kept rows of some slots. Returns 1 without memory. */
 int or_read_slots(ThreadPool *pool, const BlockNet *net, const Unread *u, const int64_t *slots, int count) {
-    long rows = 0, r = 0;
+    int64_t rows = 0, r = 0;
     for (int i = 0; i < count; i++) rows += u->span[2 * slots[i] + 1];
     if (!rows) return 0;
     char *room = malloc((size_t)rows * (3 * 8 + net->streams * sizeof(float *)));
@@ -158,7 +158,7 @@ int or_read_slots(ThreadPool *pool, const BlockNet *net, const Unread *u, const 
         for (int64_t j = 0; j < span[1]; j++, r++) {
             const float *states = u->states + (slot * u->most + j) * net->fc.k;
             positions[r] = span[0] + j; row_seq[r] = slot; following[r] = u->following[slot * u->most + j];
-            for (int t = 0; t < net->streams; t++) from[r * net->streams + t] = states + (long)t * (net->fc.k / net->streams);
+            for (int t = 0; t < net->streams; t++) from[r * net->streams + t] = states + (int64_t)t * (net->fc.k / net->streams);
         }
     }
     Batch batch = net->call.batch; /* whole tables, by slot */
@@ -190,7 +190,7 @@ static void guess_region(ThreadPool *pool, int me, void *job) {
     int r, hi;
     while (pool_next(pool, g->rows, 1, &r, &hi)) {
         const int b = r / g->steps;
-        float *z = g->z + (long)r * n, *from = z;
+        float *z = g->z + (int64_t)r * n, *from = z;
         if (net->scale != 1.0f)
             for (int i = 0; i < n; i++) z[i] = net->cap > 0.0f ? tanhf(z[i] * (net->scale / net->cap)) * net->cap : z[i] * net->scale;
         if (g->sampled[b]) for (int i = 0; i < n; i++) z[i] /= g->temperature[b];

@@ -8,10 +8,10 @@
 static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, int64_t position, int values, void *out) {
     const void *from = values ? b->values[s->kv_layer] : b->keys[s->kv_layer];
     const int64_t base = b->positions[b->row_start[seq]], end = b->positions[row];
-    const int32_t *path = b->paths + (long)row * b->path_width;
+    const int32_t *path = b->paths + (int64_t)row * b->path_width;
     const int dim = s->dim, wide = padded(dim), whole = tiled(b) && (!values || dim % LANES == 0);
     const size_t item = kv_item(b);
-    const long slot = kv_row(s, b);
+    const int64_t slot = kv_row(s, b);
     if (whole && position < base) memcpy(out, (const char *)from + kv_offset(s, b, seq, position, head) * item, LANES * slot * item);
     else memset(out, 0, (size_t)LANES * wide * 4);
     for (int lane = 0; lane < LANES; lane++) {
@@ -20,7 +20,7 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
         if (at > end) { /* what lies there in the cache may be anything */
             if (whole && position < base) {
                 static const float nothing[1024] = {0};
-                if (item == 1) memset((int8_t *)out + (long)LANES * dim + 4 * lane, 0, 4); /* scale 0: the bytes count for nothing */
+                if (item == 1) memset((int8_t *)out + (int64_t)LANES * dim + 4 * lane, 0, 4); /* scale 0: the bytes count for nothing */
                 else if (values) copy_value(s, b, nothing, 0, 0, out, 0, lane);
                 else for (int d = 0; d < dim; d++) {
                     if (item == 4) ((float *)out)[d * LANES + lane] = 0.0f;
@@ -30,22 +30,22 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
             continue;
         }
         const int64_t place = at < base ? at : base + path[at - base];
-        const long source = kv_offset(s, b, seq, place, head);
+        const int64_t source = kv_offset(s, b, seq, place, head);
         if (whole) {
             const int l = (int)(place % LANES);
             if (values) copy_value(s, b, from, source - l * slot, l, out, 0, lane);
             else copy_key(s, b, from, source - l * slot, l, out, 0, lane);
-        } else if (values) for (int d = 0; d < dim; d++) ((float *)out)[(long)lane * wide + d] = one_any(from, source + d, b->kv_dtype);
-        else for (int d = 0; d < dim; d++) ((float *)out)[(long)d * LANES + lane] = one_any(from, source + d, b->kv_dtype);
+        } else if (values) for (int d = 0; d < dim; d++) ((float *)out)[(int64_t)lane * wide + d] = one_any(from, source + d, b->kv_dtype);
+        else for (int d = 0; d < dim; d++) ((float *)out)[(int64_t)d * LANES + lane] = one_any(from, source + d, b->kv_dtype);
     }
 }
 
 /* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. */
 INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
-                         long ldq, float *part, long part_step, float *scratch) {
+                         int64_t ldq, float *part, int64_t part_step, float *scratch) {
     const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim), base = chunk * CHUNK;
     const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
-    float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK, *own = tile + (long)LANES * wide;
+    float *scores = scratch, *tile = scratch + (int64_t)MAX_QUERIES * CHUNK, *own = tile + (int64_t)LANES * wide;
     const float *x[MAX_QUERIES];
     int lo[MAX_QUERIES], hi[MAX_QUERIES], from = CHUNK, to = -1; /* visible keys of each query within the chunk */
     int line[MAX_QUERIES], nl = 0, off[MAX_QUERIES], no = 0; /* queries that read the cache as it lies, and those of rows off the main line */
@@ -64,18 +64,18 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             seen = tail - 1;
         } else line[nl++] = i;
         if (lo[i] <= seen) { from = lo[i] < from ? lo[i] : from; to = seen > to ? seen : to; }
-        x[i] = q + (long)(r.row + row) * ldq + (long)(head * per + h) * dim;
+        x[i] = q + (int64_t)(r.row + row) * ldq + (int64_t)(head * per + h) * dim;
         if (++row == r.count) row = 0, h++;
     }
     static const float steps[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const vf none = vf_set(-INFINITY), scale = vf_set(s->scale), lane = vf_load(steps);
     const int whole = tiled(b), direct = whole && (DIRECT || nq <= SCORED), each = even_share(nq, SCORED);
-    long at[CHUNK / LANES]; /* where tiles begin, in elements */
+    int64_t at[CHUNK / LANES]; /* where tiles begin, in elements */
     for (int c = from & -LANES; whole && c <= to; c += LANES) at[c / LANES] = kv_offset(s, b, r.seq, base + c, head);
 #if ISA_BF16
     const uint32_t *xs[MAX_QUERIES]; /* queries as pairs, in the room of `tile` */
     for (int i = 0; pairs && i < nq; i++) {
-        uint16_t *half = (uint16_t *)tile + (long)i * dim;
+        uint16_t *half = (uint16_t *)tile + (int64_t)i * dim;
         for (int d = 0; d < dim; d += LANES) vf_store_bf16(half + d, vf_load(x[i] + d));
         xs[i] = (const uint32_t *)half;
     }
@@ -85,7 +85,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         const char *ahead = NULL, *beside = NULL; /* what shall be fetched while this tile is scored: keys to come, and its values */
         if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
             const int soon = c + AHEAD; /* its place in the next chunk, which mostly follows at once */
-            const long next = soon <= to ? at[soon / LANES] : soon >= CHUNK && base + soon <= newest ? kv_offset(s, b, r.seq, base + soon, head) : at[c / LANES];
+            const int64_t next = soon <= to ? at[soon / LANES] : soon >= CHUNK && base + soon <= newest ? kv_offset(s, b, r.seq, base + soon, head) : at[c / LANES];
             if (pairs) ahead = (const char *)keys + next * 2, beside = (const char *)values + at[c / LANES] * 2;
             else {
                 fetch_tile(keys, next, dim, dtype);
@@ -94,17 +94,17 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         }
         if (!whole) {
             for (int i = 0; i < LANES; i++) { /* outside from..to is a neighbour that is finite: its weight is 0 */
-                const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
+                const int64_t row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
                 for (int d = 0; d < dim; d++) tile[d * LANES + i] = one_any(keys, row + d, dtype);
             }
         } else if (!direct) {
-            for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at[c / LANES] + (long)d * LANES, dtype));
+            for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at[c / LANES] + (int64_t)d * LANES, dtype));
         }
         const vf by = dtype == DT_I8 ? vf_mul(scale, tile_factors(keys, at[c / LANES], dim)) : scale;
         for (int i = 0; i < nq; i += each) {
             const int count = nq - i < each ? nq - i : each;
             float *out[SCORED];
-            for (int j = 0; j < count; j++) out[j] = scores + (long)(i + j) * CHUNK + c;
+            for (int j = 0; j < count; j++) out[j] = scores + (int64_t)(i + j) * CHUNK + c;
 #if ISA_BF16
             if (pairs) { score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out, i ? NULL : ahead, beside); continue; }
 #endif
@@ -120,7 +120,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         for (int c = tail > first ? tail : first; c <= hi[off[i]]; c += LANES) {
             float *out[MIXED];
             const float *xo[MIXED];
-            for (int j = 0; j < count; j++) out[j] = scores + (long)off[i + j] * CHUNK + c, xo[j] = x[off[i + j]];
+            for (int j = 0; j < count; j++) out[j] = scores + (int64_t)off[i + j] * CHUNK + c, xo[j] = x[off[i + j]];
             own_tile(s, b, r.seq, r.row + row, head, base + c, 0, own);
 #if ISA_BF16
             const uint32_t *xp[MIXED];
@@ -132,7 +132,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
     }
     /* maxima of all queries first, then all exponentials: each query's chain of dependent steps overlaps the next one's */
     for (int i = 0; i < nq; i++) {
-        float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
+        float *p = part + (int64_t)i * part_step, *z = scores + (int64_t)i * CHUNK;
         p[0] = -INFINITY;
         if (lo[i] > hi[i]) continue;
         vf top = none;
@@ -144,7 +144,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         p[0] = vf_hmax(top);
     }
     for (int i = 0; i < nq; i++) {
-        float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
+        float *p = part + (int64_t)i * part_step, *z = scores + (int64_t)i * CHUNK;
         const vf top = vf_set(p[0]);
         vf sum = vf_set(0.0f);
         const int first = lo[i] & -LANES, last = hi[i] & -LANES;
@@ -167,15 +167,15 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
     const int together = nl ? even_share(nl, MIXED) : 1, rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
     for (int c = from & -LANES; !rows && c <= to; c += LANES) {
         for (int i = 0; i < LANES; i++) {
-            const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
-            for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row, d, dim, dtype));
+            const int64_t row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
+            for (int d = 0; d < wide; d += LANES) vf_store(tile + (int64_t)i * wide + d, load_piece(values, row, d, dim, dtype));
         }
         for (int i = 0; i < nl; i += together) {
             const int count = nl - i < together ? nl - i : together;
             const float *w[MIXED];
             float *out[MIXED];
-            const long zero = 0;
-            for (int j = 0; j < count; j++) w[j] = scores + (long)line[i + j] * CHUNK + c, out[j] = part + (long)line[i + j] * part_step + LANES;
+            const int64_t zero = 0;
+            for (int j = 0; j < count; j++) w[j] = scores + (int64_t)line[i + j] * CHUNK + c, out[j] = part + (int64_t)line[i + j] * part_step + LANES;
             mix_some(count, w, tile, &zero, wide, DT_F32, 0, LANES, out, c > (from & -LANES));
         }
     }
@@ -183,7 +183,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         const int count = nl - i < together ? nl - i : together;
         const float *w[MIXED];
         float *out[MIXED];
-        for (int j = 0; j < count; j++) w[j] = scores + (long)line[i + j] * CHUNK, out[j] = part + (long)line[i + j] * part_step + LANES;
+        for (int j = 0; j < count; j++) w[j] = scores + (int64_t)line[i + j] * CHUNK, out[j] = part + (int64_t)line[i + j] * part_step + LANES;
 #if ISA_BF16
         if (pairs) {
             mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, from / 2, to / 2 + (to >= 0), from & 1 ? 0xffff0000u : ~0u,
@@ -193,13 +193,13 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
 #endif
         mix_some(count, w, values, at, wide, dtype, from, to + 1, out, 0);
     }
-    static const long nowhere[CHUNK / LANES] = {0};
+    static const int64_t nowhere[CHUNK / LANES] = {0};
     for (int i = 0, count; i < no; i += count) { /* the tiles that all share, then its own */
         const int row = (q0 + off[i]) % r.count, first = lo[off[i]] & -LANES, shared = rows && first < tail;
         const float *w[MIXED];
         float *out[MIXED];
         for (count = 0; count < MIXED && i + count < no && (q0 + off[i + count]) % r.count == row; count++)
-            w[count] = scores + (long)off[i + count] * CHUNK, out[count] = part + (long)off[i + count] * part_step + LANES;
+            w[count] = scores + (int64_t)off[i + count] * CHUNK, out[count] = part + (int64_t)off[i + count] * part_step + LANES;
 #if ISA_BF16
         if (shared && pairs) mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, first / 2, tail / 2, ~0u, ~0u, out, 0);
 #endif
@@ -221,8 +221,8 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         }
     }
 }
-void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, long ldq,
-                         float *part, long part_step, float *scratch) {
+void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, int64_t ldq,
+                         float *part, int64_t part_step, float *scratch) {
 #define ARGS s, b, r, head, q0, q1, chunk, q, ldq, part, part_step, scratch
     if (paired(s, b)) {
         if (s->dim == 64) attend_typed(DT_BF16, 64, 1, ARGS);

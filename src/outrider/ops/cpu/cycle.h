@@ -64,13 +64,13 @@ static void verdict_region(ThreadPool *pool, int me, void *job) {
     while (pool_next(pool, j->rows, 1, &lo, &hi)) {
         const int64_t b = j->row_seq[lo];
         const int told = c->requests[b].likely >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
-        float *z = c->z + (long)lo * n, *own = j->warm + me * (n + FILTER_ROOM(n));
+        float *z = c->z + (int64_t)lo * n, *own = j->warm + me * (n + FILTER_ROOM(n));
         float *warm = told && (heat || filter) ? own : z; /* logprobs are those of the raw logits */
         if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
         else if (warm != z) memcpy(warm, z, (size_t)n * 4);
         if (filter) filter_row(warm, n, c->top_k[b], c->top_p[b], c->min_logp[b], own + n);
         c->chosen[lo] = choose_row(warm, n, c->sampled[b], c->seed[b], j->position[lo] + 1, NULL);
-        if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (1L + 2 * c->likely));
+        if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (INT64_C(1) + 2 * c->likely));
     }
 }
 
@@ -80,7 +80,7 @@ typedef struct { const Cycle *c; QActs a; int rows; const Draw *draw; Best *best
 static void best_region(ThreadPool *pool, int me, void *job) {
     const BestJob *j = job;
     const Weight *w = &j->c->head;
-    Best *mine = j->best + (long)me * j->rows;
+    Best *mine = j->best + (int64_t)me * j->rows;
     int lo, hi;
     pool_share(pool, me, j->rows, &lo, &hi);
     for (int r = lo; r < hi && w->kind != W_DENSE; r++) acts_row(&j->a, r);
@@ -96,7 +96,7 @@ static void best_region(ThreadPool *pool, int me, void *job) {
         float top = -INFINITY;
         int64_t at = 0;
         for (int t = 0; t < pool->size * LANES; t++) {
-            const Best *b = j->best + (long)(t / LANES) * j->rows + r;
+            const Best *b = j->best + (int64_t)(t / LANES) * j->rows + r;
             const float value = b->value[t % LANES];
             const int64_t token = (int64_t)b->group[t % LANES] * LANES + t % LANES;
             if (value > top || (value == top && token < at)) top = value, at = token;
@@ -130,10 +130,10 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
         const int32_t *from = c->call.batch.tables[g];
         if (!from) continue;
         for (int i = 0; i < count; i++)
-            memcpy(at + (long)i * width, from + (long)c->requests[who ? who[i] : i].slot * c->call.batch.width[g], (size_t)width * 4);
+            memcpy(at + (int64_t)i * width, from + (int64_t)c->requests[who ? who[i] : i].slot * c->call.batch.width[g], (size_t)width * 4);
         to->tables[g] = at;
         to->width[g] = width;
-        at += (long)count * width;
+        at += (int64_t)count * width;
     }
 }
 
@@ -142,9 +142,9 @@ static void take_draft(Cycle *c, int b, int64_t length, const int64_t *out, cons
     int k = length < c->requests[b].k ? (int)length : c->requests[b].k;
     for (int j = 0; j < k; j++) {
         if (out[j] < 0 || out[j] >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
-        c->drafts[(long)b * c->most + j] = out[j];
+        c->drafts[(int64_t)b * c->most + j] = out[j];
     }
-    memcpy(c->confidence + (long)b * c->most, sure, (size_t)steps * 4);
+    memcpy(c->confidence + (int64_t)b * c->most, sure, (size_t)steps * 4);
     c->requests[b].k = k;
 }
 
@@ -169,13 +169,13 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     for (int i = 0; i < n; i++) {
         const int b = who[i];
         const CycleRequest *a = &c->requests[b];
-        const float *from = c->features + (long)a->slot * wide;
+        const float *from = c->features + (int64_t)a->slot * wide;
         last[i] = a->last; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
         guess[i] = a->length + 1; position[i] = a->length - 1; row_seq[i] = row_start[i] = i;
         stop[i] = a->stop; drop[i] = a->drop;
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
-        memcpy(start + (long)i * H, from, (size_t)H * 4);
-        for (int t = 0; t < T; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * T + t) * H);
+        memcpy(start + (int64_t)i * H, from, (size_t)H * 4);
+        for (int t = 0; t < T; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * T + t) * H);
     }
     row_start[n] = n;
     Batch *v = &d.call.batch;
@@ -188,7 +188,7 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
     const int failed = or_draft(pool, &d);
-    for (int i = 0; i < n && !failed; i++) take_draft(c, who[i], lengths[i], out + (long)i * steps, sure + (long)i * steps, steps);
+    for (int i = 0; i < n && !failed; i++) take_draft(c, who[i], lengths[i], out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
     free(room);
     return failed;
 }
@@ -267,27 +267,27 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
         const CycleRequest *a = &c->requests[who[i]];
         double path = 1.0;
         int64_t length = steps;
-        for (int j = 0; c->trust && j < a->k && goes_on(c->trust, a->stop, a->drop, &length, j, sure[(long)i * steps + j], &path);) j++;
-        take_draft(c, who[i], length, out + (long)i * steps, sure + (long)i * steps, steps);
+        for (int j = 0; c->trust && j < a->k && goes_on(c->trust, a->stop, a->drop, &length, j, sure[(int64_t)i * steps + j], &path);) j++;
+        take_draft(c, who[i], length, out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
     }
     free(room);
     return failed;
 }
 
 /* Keeps what the block drafter will read of a sequence's accepted rows, the first of which is `row`. */
-static int keep_unread(ThreadPool *pool, const Cycle *c, const CycleRequest *a, int b, long row) {
+static int keep_unread(ThreadPool *pool, const Cycle *c, const CycleRequest *a, int b, int64_t row) {
     const BlockNet *net = c->block;
     const Unread *u = c->unread;
     const int wide = net->fc.k / net->streams;
-    int64_t *span = u->span + 2L * a->slot, slot = a->slot;
+    int64_t *span = u->span + INT64_C(2) * a->slot, slot = a->slot;
     if (span[0] + span[1] != a->length) span[1] = 0; /* of another text */
     if (span[1] + a->accepted + 1 > u->most && or_read_slots(pool, net, u, &slot, 1)) return 1;
     if (!span[1]) span[0] = a->length;
     for (int j = 0; j <= a->accepted; j++, span[1]++) {
-        const long r = row + (j && a->nodes ? c->path[(long)b * c->most + j - 1] : j), at = slot * u->most + span[1];
+        const int64_t r = row + (j && a->nodes ? c->path[(int64_t)b * c->most + j - 1] : j), at = slot * u->most + span[1];
         u->following[at] = c->chosen[row + j]; /* of a tree: accept_path has put the path's first */
         for (int t = 0; t < net->streams; t++)
-            memcpy(u->states + at * net->fc.k + (long)t * wide, c->taps[c->block_taps[t]] + r * wide, (size_t)wide * 4);
+            memcpy(u->states + at * net->fc.k + (int64_t)t * wide, c->taps[c->block_taps[t]] + r * wide, (size_t)wide * 4);
     }
     return 0;
 }
@@ -296,7 +296,7 @@ static int keep_unread(ThreadPool *pool, const Cycle *c, const CycleRequest *a, 
 static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     CycleRequest *a = &c->requests[b];
     const int H = c->call.stack->hidden;
-    const float *from = c->features + (long)a->slot * (1 + c->streams) * H;
+    const float *from = c->features + (int64_t)a->slot * (1 + c->streams) * H;
     Draft d = *c->draft;
     const int S = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
     int64_t last[TREE_WIDE] = {a->last}, guess[TREE_WIDE] = {a->length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
@@ -309,7 +309,7 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     memcpy(start, from, (size_t)H * 4);
     for (int i = 0; i < TREE_WIDE; i++) {
         seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b]; position[i] = a->length - 1;
-        for (int t = 0; t < S; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * S + t) * H);
+        for (int t = 0; t < S; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * S + t) * H);
     }
     d.call.batch.rope_shift = c->shift;
     d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
@@ -317,8 +317,8 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     d.taps = S ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
     const int failed = build_tree(pool, &d, H, c->head.n, a->k < TREE_DEEP ? a->k : TREE_DEEP, a->stop, a->drop, c->trust, start, last, guess, &grown);
     if (!failed) {
-        const long at = (long)b * c->most;
-        a->k = pick_nodes(&grown, a->nodes, a->priced ? c->prices + b * (c->most + 1L) : NULL, c->drafts + at, c->confidence + at, c->parents + at);
+        const int64_t at = (int64_t)b * c->most;
+        a->k = pick_nodes(&grown, a->nodes, a->priced ? c->prices + b * (c->most + INT64_C(1)) : NULL, c->drafts + at, c->confidence + at, c->parents + at);
         a->steps = grown.steps;
     }
     free(room);
@@ -330,9 +330,9 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
 static int accept_path(const Cycle *c, const Batch *v, int b) {
     CycleRequest *a = &c->requests[b];
     int64_t *chosen = c->chosen + v->row_start[b];
-    const int64_t *drafts = c->drafts + (long)b * c->most;
-    const int32_t *parents = c->parents + (long)b * c->most;
-    int32_t *path = c->path + (long)b * c->most;
+    const int64_t *drafts = c->drafts + (int64_t)b * c->most;
+    const int32_t *parents = c->parents + (int64_t)b * c->most;
+    int32_t *path = c->path + (int64_t)b * c->most;
     int at = 0, right = 0, j;
     do {
         for (j = 0; j < a->k && !(parents[j] == at && drafts[j] == chosen[at]); j++) {}
@@ -369,15 +369,15 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
         for (int j = 0; j <= c->requests[b].k; j++, r++) {
-            ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->requests[b].last;
+            ids[r] = j ? c->drafts[(int64_t)b * c->most + j - 1] : c->requests[b].last;
             places[r] = positions[r] = c->requests[b].length + j;
             row_seq[r] = b;
             of[r] = c->requests[b].adapter;
             if (!trees) continue;
-            const int up = j ? row_start[b] + (c->requests[b].nodes ? c->parents[(long)b * c->most + j - 1] : j - 1) : r;
+            const int up = j ? row_start[b] + (c->requests[b].nodes ? c->parents[(int64_t)b * c->most + j - 1] : j - 1) : r;
             const int depth = j ? (int)(positions[up] - c->requests[b].length) + 1 : 0;
-            memcpy(paths + (long)r * deep, paths + (long)up * deep, (size_t)depth * 4);
-            for (int i = depth; i < deep; i++) paths[(long)r * deep + i] = j;
+            memcpy(paths + (int64_t)r * deep, paths + (int64_t)up * deep, (size_t)depth * 4);
+            for (int i = depth; i < deep; i++) paths[(int64_t)r * deep + i] = j;
             positions[r] = c->requests[b].length + depth;
         }
     }
@@ -403,12 +403,12 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
             int right = 0;
             if (a->nodes) right = accept_path(c, &call.batch, b);
             else {
-                while (right < a->k && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
+                while (right < a->k && c->drafts[(int64_t)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
                 a->accepted = right;
             }
             if (c->block && keep_unread(pool, c, a, b, row_start[b])) failed = 1;
-            const long row = row_start[b] + right;
-            float *to = c->features + (long)a->slot * (1 + c->streams) * H;
+            const int64_t row = row_start[b] + right;
+            float *to = c->features + (int64_t)a->slot * (1 + c->streams) * H;
             memcpy(to, call.hidden + row * H, (size_t)H * 4);
             for (int t = 0; t < c->streams; t++) memcpy(to + (1 + t) * H, c->taps[t] + row * H, (size_t)H * 4);
         }

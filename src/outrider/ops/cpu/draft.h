@@ -18,10 +18,10 @@ static void cluster_bonus_phase(ThreadPool *pool, const int32_t *hashes, int clu
             const int r = t / groups, g = t % groups;
             if (!sampled[r]) continue;
             const uint32_t key = noise_key(seed[r], position[r] + step);
-            const int32_t *hash = hashes + (long)g * size * LANES;
+            const int32_t *hash = hashes + (int64_t)g * size * LANES;
             vi least = vi_set(-1);
-            for (int s = 0; s < size; s++) least = vi_min_unsigned(least, vi_noise_bits(key, vi_load(hash + (long)s * LANES)));
-            vf_store_n(cluster_bonus + (long)r * clusters + g * LANES, vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
+            for (int s = 0; s < size; s++) least = vi_min_unsigned(least, vi_noise_bits(key, vi_load(hash + (int64_t)s * LANES)));
+            vf_store_n(cluster_bonus + (int64_t)r * clusters + g * LANES, vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
         }
 }
 /* One member's share of scoring the chosen clusters' tokens: out [rows, top, size]. */
@@ -30,11 +30,11 @@ static void cluster_phase(ThreadPool *pool, const Clusters *c, const QActs *a, i
     int lo, hi;
     while (pool_next(pool, rows * c->top, 4, &lo, &hi))
         for (int t = lo; t < hi; t++) {
-            const long first = best[t] * c->size, last = first + c->size;
-            for (long g = first / LANES; g * LANES < last; g++) { /* groups may straddle clusters */
+            const int64_t first = best[t] * c->size, last = first + c->size;
+            for (int64_t g = first / LANES; g * LANES < last; g++) { /* groups may straddle clusters */
                 product_tile(c->head, (int)g, a, t / c->top, 1, tile);
                 for (int j = 0; j < LANES; j++)
-                    if (g * LANES + j >= first && g * LANES + j < last) out[(long)t * c->size + g * LANES + j - first] = tile[j];
+                    if (g * LANES + j >= first && g * LANES + j < last) out[(int64_t)t * c->size + g * LANES + j - first] = tile[j];
             }
         }
 }
@@ -95,7 +95,7 @@ static void draft_cluster_bonus(ThreadPool *pool, const DraftRun *d, int k) {
 }
 
 /* The tokens behind the best one, which is at column `at` and has the probability `sure`. z is overwritten. best: as in draft_region */
-static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, const int64_t *best, long to) {
+static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, const int64_t *best, int64_t to) {
     const float top = z[at];
     for (int t = 0; t < RUNNER_UPS; t++) {
         z[at] = -INFINITY;
@@ -112,7 +112,7 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
     const int B = r->call.batch.rows, wide = s->post.kind != W_NONE ? s->post.n : s->hidden, in = s->pre.k;
     const int dense = (r->clusters ? r->centroids.kind : r->head.kind) == W_DENSE, dense_head = r->head.kind == W_DENSE;
     const float *next = s->post.kind != W_NONE ? d->fed_back : d->hidden; /* [B, wide] */
-    const long n = r->clusters ? (long)r->top * r->size : r->head.n;
+    const int64_t n = r->clusters ? (int64_t)r->top * r->size : r->head.n;
     const Clusters clusters = {&r->head, r->clusters, r->top, r->size};
     int lo, hi;
     pool_share(pool, me, B, &lo, &hi);
@@ -120,12 +120,12 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
     draft_cluster_bonus(pool, d, 0);
     for (int k = 0; k < r->steps; k++) {
         for (int b = lo; b < hi; b++) {
-            float *x = d->features + (long)b * in;
-            weight_row(&r->table, k ? r->out[(long)b * r->steps + k - 1] : r->last[b], x);
+            float *x = d->features + (int64_t)b * in;
+            weight_row(&r->table, k ? r->out[(int64_t)b * r->steps + k - 1] : r->last[b], x);
             if (r->table_scale != 1.0f) for (int i = 0; i < wide; i++) x[i] *= r->table_scale;
-            memcpy(x + wide, (k ? next : r->start) + (long)b * wide, (size_t)wide * 4);
+            memcpy(x + wide, (k ? next : r->start) + (int64_t)b * wide, (size_t)wide * 4);
             if (r->unit) { norm_row(x, wide, NULL, s->eps, x); norm_row(x + wide, wide, NULL, s->eps, x + wide); }
-            if (!k && r->taps) memcpy(x + 2 * wide, r->taps + (long)b * (in - 2 * wide), (size_t)(in - 2 * wide) * 4);
+            if (!k && r->taps) memcpy(x + 2 * wide, r->taps + (int64_t)b * (in - 2 * wide), (size_t)(in - 2 * wide) * 4);
         }
         pool_barrier(pool);
         stack_phase(pool, me, &d->run);
@@ -137,9 +137,9 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
             product_phase(pool, me, &r->centroids, &d->g, B, &to);
             pool_barrier(pool);
             for (int b = lo; b < hi; b++) {
-                float *score = d->scores + (long)b * r->clusters, *cluster_bonus = d->cluster_bonus + (long)b * r->clusters;
+                float *score = d->scores + (int64_t)b * r->clusters, *cluster_bonus = d->cluster_bonus + (int64_t)b * r->clusters;
                 if (r->sampled[b]) for (int c = 0; c < r->clusters; c++) score[c] += cluster_bonus[c];
-                best_columns(score, r->clusters, r->top, d->best + (long)b * r->top);
+                best_columns(score, r->clusters, r->top, d->best + (int64_t)b * r->top);
             }
             pool_barrier(pool);
             cluster_phase(pool, &clusters, &d->g, B, d->best, d->z);
@@ -151,12 +151,12 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
         for (int b = lo; b < hi; b++) {
             float *z = d->z + b * n;
             int64_t *ids = NULL;
-            const int64_t *best = d->best + (long)b * r->top;
+            const int64_t *best = d->best + (int64_t)b * r->top;
             if (r->clusters && r->sampled[b]) { /* noise goes by token */
                 ids = d->ids + b * n;
-                for (int t = 0; t < r->top; t++) memcpy(ids + (long)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
+                for (int t = 0; t < r->top; t++) memcpy(ids + (int64_t)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
-            if (r->sampled[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
+            if (r->sampled[b]) for (int64_t i = 0; i < n; i++) z[i] /= r->temperature[b];
             const int noisy = r->sampled[b] && r->runner_ups;
             if (noisy) noise_row(z, (int)n, r->seed[b], r->position[b] + k, ids);
             float *from = z;
@@ -165,10 +165,10 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
                 filter_row(from, (int)n, r->top_k[b], r->top_p[b], r->min_logp[b], from + n);
             }
             const int64_t at = choose_row(from, (int)n, r->sampled[b] && !noisy, r->seed[b], r->position[b] + k, ids);
-            r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
-            const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
-            if (r->runner_ups) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RUNNER_UPS);
-            if (r->state && k == r->steps - 1) memcpy(r->state + (long)b * wide, next + (long)b * wide, (size_t)wide * 4);
+            r->out[(int64_t)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
+            const float sure = r->confidence[(int64_t)b * r->steps + k] = softmax_at(z, (int)n, at);
+            if (r->runner_ups) next_best(z, (int)n, at, sure, r, best, ((int64_t)b * r->steps + k) * RUNNER_UPS);
+            if (r->state && k == r->steps - 1) memcpy(r->state + (int64_t)b * wide, next + (int64_t)b * wide, (size_t)wide * 4);
             if (r->trust && d->live[b]) d->live[b] = goes_on(r->trust, r->stop[b], r->drop[b], r->lengths + b, k, sure, d->path + b);
         }
         draft_cluster_bonus(pool, d, k + 1);

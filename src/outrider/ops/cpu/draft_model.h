@@ -53,15 +53,15 @@ static void scoring_region(ThreadPool *pool, int me, void *job) {
             const int64_t token = c->seen[first + i];
             product_tile(&c->all, (int)(token / LANES), &s->g, b, 1, tile);
             if (c->cap > 0.0f) vf_store(tile, vf_softcap(vf_load(tile), c->cap));
-            s->z[(long)b * s->wide + n + i] = tile[token % LANES];
+            s->z[(int64_t)b * s->wide + n + i] = tile[token % LANES];
         }
     }
     pool_barrier(pool);
     for (int b = lo; b < hi; b++) {
-        float *z = s->z + (long)b * s->wide;
+        float *z = s->z + (int64_t)b * s->wide;
         const int count = n + c->seen_start[b + 1] - c->seen_start[b];
-        const int64_t *ids = c->sampled[b] && s->tokens ? s->tokens + (long)b * s->wide : NULL;
-        const long to_out = (long)b * c->steps + s->step;
+        const int64_t *ids = c->sampled[b] && s->tokens ? s->tokens + (int64_t)b * s->wide : NULL;
+        const int64_t to_out = (int64_t)b * c->steps + s->step;
         if (c->sampled[b]) for (int i = 0; i < count; i++) z[i] /= c->temperature[b];
         const int64_t at = choose_row(z, count, c->sampled[b], c->seed[b], c->position[b], ids);
         c->out[to_out] = at >= n ? c->seen[c->seen_start[b] + at - n] : c->listed ? c->listed[at] : at;
@@ -104,14 +104,14 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
         int64_t *ids = rows, *positions = rows + B, *row_seq = rows + 2 * B;
         for (int b = 0; b < B; b++) {
             path[b] = 1.0; live[b] = 1; row_seq[b] = row_start[b] = b;
-            for (int i = 0; warm && i < c->head.n; i++) tokens[(long)b * wide + i] = c->listed ? c->listed[i] : i;
-            if (warm) memcpy(tokens + (long)b * wide + c->head.n, c->seen + c->seen_start[b], (size_t)(c->seen_start[b + 1] - c->seen_start[b]) * 8);
+            for (int i = 0; warm && i < c->head.n; i++) tokens[(int64_t)b * wide + i] = c->listed ? c->listed[i] : i;
+            if (warm) memcpy(tokens + (int64_t)b * wide + c->head.n, c->seen + c->seen_start[b], (size_t)(c->seen_start[b + 1] - c->seen_start[b]) * 8);
         }
         row_start[B] = B;
         Call call = c->call;
         call.hidden = hidden;
         failed = or_forward(pool, &call);
-        for (int b = 0; b < B && !failed; b++) memcpy(g + (long)b * H, hidden + (first->row_start[b + 1] - 1L) * H, (size_t)H * 4);
+        for (int b = 0; b < B && !failed; b++) memcpy(g + (int64_t)b * H, hidden + (first->row_start[b + 1] - INT64_C(1)) * H, (size_t)H * 4);
         call.batch.rows = B; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
         call.hidden = g;
         Scoring s = {c, 0, wide, .z = z, .tokens = tokens, .path = path, .live = live};
@@ -121,7 +121,7 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
             for (int b = 0; b < B; b++) any |= live[b];
             any = any && s.step + 1 < c->steps;
             if (failed || !any) continue;
-            for (int b = 0; b < B; b++) { ids[b] = c->out[(long)b * c->steps + s.step]; positions[b] = c->position[b]++; }
+            for (int b = 0; b < B; b++) { ids[b] = c->out[(int64_t)b * c->steps + s.step]; positions[b] = c->position[b]++; }
             failed = or_forward(pool, &call);
         }
     }

@@ -49,8 +49,8 @@ INLINE size_t k_scale_step(int kind) { /* bytes of scales for a block, or for a 
 }
 INLINE int k_blocks(int kind) { return k_super(kind) ? 8 : 1; } /* blocks that share a step of scales */
 INLINE int w_groups(const Weight *w) { return (w->n + LANES - 1) / LANES; }
-INLINE const uint8_t *w_data(const Weight *w, long g) { return (const uint8_t *)w->data + (size_t)g * (w->k / 32) * 64 * k_lines(w->kind); }
-INLINE const uint8_t *w_scale(const Weight *w, long g) {
+INLINE const uint8_t *w_data(const Weight *w, int64_t g) { return (const uint8_t *)w->data + (size_t)g * (w->k / 32) * 64 * k_lines(w->kind); }
+INLINE const uint8_t *w_scale(const Weight *w, int64_t g) {
     return (const uint8_t *)w->scale + (size_t)g * (w->k / 32 / k_blocks(w->kind)) * k_scale_step(w->kind);
 }
 INLINE uint16_t half_at(const uint8_t *p) { uint16_t h; memcpy(&h, p, 2); return h; }
@@ -159,7 +159,7 @@ INLINE void row_of_file(int kind, const uint8_t *p, int k, float *out) {
             block_floats(kind, q, make_scales(kind, raw_half(kind, p, 0), raw_half(kind, p, 1), a, b), out + at);
         }
 }
-INLINE void row_of_packed(int kind, const Weight *w, long n, float *out) {
+INLINE void row_of_packed(int kind, const Weight *w, int64_t n, float *out) {
     const int lane = (int)(n % LANES);
     const uint8_t *data = w_data(w, n / LANES), *scale = w_scale(w, n / LANES);
     uint8_t q[32];
@@ -179,7 +179,7 @@ INLINE void row_of_packed(int kind, const Weight *w, long n, float *out) {
     case W_IQ4: DO(W_IQ4); break; case W_IQ4X: DO(W_IQ4X); break;
 
 /* Row n of a weight as floats. */
-static void weight_row(const Weight *w, long n, float *out) {
+static void weight_row(const Weight *w, int64_t n, float *out) {
     if (w->kind == W_PARTS) {
         const Weight *part = w->data;
         for (; n >= part->n; part++) n -= part->n;
@@ -187,7 +187,7 @@ static void weight_row(const Weight *w, long n, float *out) {
         return;
     }
     if (w->kind == W_DENSE) {
-        for (long i = 0; i < w->k; i++) out[i] = one_any(w->data, n * w->k + i, w->dtype);
+        for (int64_t i = 0; i < w->k; i++) out[i] = one_any(w->data, n * w->k + i, w->dtype);
         return;
     }
     if (w->kind == W_FILE) {

@@ -46,7 +46,7 @@ typedef struct {
     float **cos, **sin;      /* per rope variant [rows, half] */
     float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
     float *few_in, *few_ple; /* [few, H] embeddings of the wanted rows; [few, layers·ple] what all layers take of them */
-    long xh_step;            /* floats between members' copies */
+    int64_t xh_step;            /* floats between members' copies */
     QActs norm, attn, mlp_acts, side_acts, few_acts;
     char *norm_at;           /* members' copies of the quantised stream */
     size_t norm_step;
@@ -55,7 +55,7 @@ typedef struct {
     int last_write;          /* the last layer that writes K/V */
     float *tmp;              /* [members, H] */
     Low *low;                /* [rows, low_ld] A x of adapters; one copy each member when private */
-    long low_ld;
+    int64_t low_ld;
     int32_t *few_of;         /* the adapters of the wanted rows */
 } Run;
 
@@ -72,7 +72,7 @@ static void residual_phase(ThreadPool *pool, int me, const Run *run, View *v, co
     const int n = s->hidden;
     v->acts.x = norm ? v->h : v->x;
     for (int r = v->lo; r < v->hi; r++) {
-        residual_row(v->x + (long)r * n, run->y + (long)r * n, n, post, scalar, norm, s->eps, v->h + (long)r * n, run->tmp + (long)me * n);
+        residual_row(v->x + (int64_t)r * n, run->y + (int64_t)r * n, n, post, scalar, norm, s->eps, v->h + (int64_t)r * n, run->tmp + (int64_t)me * n);
         if (next) row_finish(v, r, next);
     }
     if (!run->own) pool_barrier(pool);
@@ -86,20 +86,20 @@ static const LowRankRows *shrink(ThreadPool *pool, int me, const Run *run, int w
     for (int i = 0; i < a->count; i++)
         for (int at = 0; at < 2; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
     if (!a->count || !lowrank_select(out, which, rows)) return NULL;
-    if (out->own) out->low += (long)me * run->call.batch.rows * run->low_ld;
+    if (out->own) out->low += (int64_t)me * run->call.batch.rows * run->low_ld;
     shrink_phase(out, me, x, rows);
     return out;
 }
 
 static void copy_out(const Run *run, const View *v, int me, float *to, const float *from) {
     if (run->own && me) return; /* every member holds all rows: one of them is enough */
-    const long n = run->call.stack->hidden;
+    const int64_t n = run->call.stack->hidden;
     memcpy(to + v->lo * n, from + v->lo * n, (size_t)((v->hi - v->lo) * n) * 4);
 }
 
 /* The same of the wanted rows, while all rows are there. */
 static void copy_wanted(const Run *run, const View *v, int me, float *to, const float *from) {
-    const long n = run->call.stack->hidden;
+    const int64_t n = run->call.stack->hidden;
     for (int i = 0; i < run->call.few.rows; i++) {
         const int64_t r = run->call.wanted[i];
         if (r >= v->lo && r < v->hi && !(run->own && me)) memcpy(to + i * n, from + r * n, (size_t)n * 4);
@@ -109,16 +109,16 @@ static void copy_wanted(const Run *run, const View *v, int me, float *to, const 
 /* From here on there are the wanted rows alone: what is kept of them moves to the front. Between two barriers. */
 static void keep_wanted(ThreadPool *pool, int me, const Run *run, View *v, int qkv_n) {
     const Stack *s = run->call.stack;
-    const long n = s->hidden;
+    const int64_t n = s->hidden;
     v->rows = run->call.few.rows;
     for (int i = 0; i < v->rows; i++) {
         const int64_t r = run->call.wanted[i];
         if (r == i) continue;
         if (run->own || !me) memcpy(v->x + i * n, v->x + r * n, (size_t)n * 4);
         if (me) continue;
-        memcpy(run->qkv + (long)i * qkv_n, run->qkv + r * qkv_n, (size_t)qkv_n * 4);
+        memcpy(run->qkv + (int64_t)i * qkv_n, run->qkv + r * qkv_n, (size_t)qkv_n * 4);
         for (int k = 0; k < s->ropes; k++) {
-            const long half = s->rope_half[k];
+            const int64_t half = s->rope_half[k];
             memcpy(run->cos[k] + i * half, run->cos[k] + r * half, (size_t)half * 4);
             memcpy(run->sin[k] + i * half, run->sin[k] + r * half, (size_t)half * 4);
         }
@@ -142,7 +142,7 @@ static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, 
     pool_barrier(pool);
     pool_share(pool, me, rows, &lo, &hi);
     for (int r = lo; r < hi; r++) {
-        float *p = out + (long)r * L, *token = run->side + (long)me * L;
+        float *p = out + (int64_t)r * L, *token = run->side + (int64_t)me * L;
         weight_row(&s->ple_embed, run->call.batch.ids[which ? which[r] : r], token);
         for (int i = 0; i < n; i++) p[i] *= s->ple_proj_scale;
         for (int i = 0; i < layers; i++) norm_row(p + i * s->ple, s->ple, s->ple_norm, s->eps, p + i * s->ple);
@@ -153,7 +153,7 @@ static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, 
 /* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream itself */
 static void moe_with_shared_mlp(ThreadPool *pool, int me, Run *run, const View *v, const Moe *m) {
     const Stack *s = run->call.stack;
-    const long n = s->hidden;
+    const int64_t n = s->hidden;
     MoeRun here, *r = &here; /* every member finds the same places */
     int lo, hi;
     moe_layout(r, m, v->rows, run->moe_at);
@@ -191,8 +191,8 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
     /* angles, and the stream's beginning */
     for (int k = 0; k < s->ropes; k++)
         for (int r = mine_lo; r < mine_hi; r++)
-            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (long)r * s->rope_half[k],
-                       run->sin[k] + (long)r * s->rope_half[k]);
+            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (int64_t)r * s->rope_half[k],
+                       run->sin[k] + (int64_t)r * s->rope_half[k]);
     if (s->pre.kind != W_NONE) {
         QActs in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
         if (s->pre.kind != W_DENSE)
@@ -201,11 +201,11 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         Epilogue to = {TO_STORE, NULL, run->y, H};
         product_phase(pool, me, &s->pre, &in, rows, &to);
         pool_barrier(pool);
-        for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (long)r * H, run->y + (long)r * H, (size_t)H * 4);
+        for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (int64_t)r * H, run->y + (int64_t)r * H, (size_t)H * 4);
     } else {
         for (int r = v.lo; r < v.hi; r++) {
-            weight_row(&s->embed, b->ids[r], v.x + (long)r * H);
-            if (s->embed_scale != 1.0f) for (int i = 0; i < H; i++) v.x[(long)r * H + i] *= s->embed_scale;
+            weight_row(&s->embed, b->ids[r], v.x + (int64_t)r * H);
+            if (s->embed_scale != 1.0f) for (int i = 0; i < H; i++) v.x[(int64_t)r * H + i] *= s->embed_scale;
         }
     }
     const float *ple = run->ple;
@@ -216,7 +216,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         int lo, hi;
         pool_share(pool, me, few, &lo, &hi);
         for (int i = lo; i < hi; i++) {
-            memcpy(run->few_in + (long)i * H, v.x + wanted[i] * H, (size_t)H * 4);
+            memcpy(run->few_in + (int64_t)i * H, v.x + wanted[i] * H, (size_t)H * 4);
             if (s->ple_proj.kind != W_DENSE) acts_row(&run->few_acts, i);
         }
         ple_phase(pool, me, run, &v.acts, rows, NULL, run->call.narrow ? run->last_write : s->layers, run->ple);
@@ -224,7 +224,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
     }
     v.acts.x = v.h;
     for (int r = v.lo; r < v.hi; r++) {
-        norm_row(v.x + (long)r * H, H, s->layer[0].attn_norm, s->eps, v.h + (long)r * H);
+        norm_row(v.x + (int64_t)r * H, H, s->layer[0].attn_norm, s->eps, v.h + (int64_t)r * H);
         row_finish(&v, r, &s->layer[0].qkv);
     }
     pool_barrier(pool);
@@ -253,7 +253,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
             const int only = narrow && !part, these = only ? few : rows;
             pool_share(pool, me, these * count, &lo, &hi);
             for (int t = lo; t < hi; t++) {
-                const long r = only ? wanted[t % these] : t % these;
+                const int64_t r = only ? wanted[t % these] : t % these;
                 rope_write_head(a, b, (int)r, before + t / these, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
             }
         }
@@ -294,7 +294,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
             QActs side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             const int plain = l->ple_out.kind == W_DENSE;
-            Epilogue to_side = {TO_TIMES, NULL, run->mlp, s->ple, s->act, ple + (long)i * s->ple, (long)s->layers * s->ple,
+            Epilogue to_side = {TO_TIMES, NULL, run->mlp, s->ple, s->act, ple + (int64_t)i * s->ple, (int64_t)s->layers * s->ple,
                           0.0f, plain ? NULL : &side};
             to_side.low = shrink(pool, me, run, i * LR_COUNT + LR_PLE_GATE, of, &v.acts, rows, &low);
             product_phase(pool, me, &l->ple_gate, &v.acts, rows, &to_side);

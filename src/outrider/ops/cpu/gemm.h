@@ -12,10 +12,10 @@ typedef struct { /* where a product's outputs go */
     enum { TO_STORE, TO_GATED, TO_TIMES } how;
     const float *bias;
     float *out;            /* [rows, ldo] */
-    long ldo;
+    int64_t ldo;
     int act;               /* GATED: act(gate)·up; TIMES: act(y)·side */
     const float *side;
-    long ldside;
+    int64_t ldside;
     float cap;             /* STORE: softcap; 0: none */
     QActs *quantised;       /* GATED, TIMES: also quantise what was written */
     Best *best;            /* [rows] or NULL: kept up to date */
@@ -55,13 +55,13 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
 INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *change, float *tile) {
     _Alignas(64) float up[TILE_ROWS * LANES];
     const int at = g * LANES, left = n - at;
-    for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
+    for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (int64_t)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
     if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
     vi hash = vi_set(0);
     if (to->draw) hash = token_hashes(at);
     for (int m = 0; m < mc; m++) {
-        const long row = m0 + m;
+        const int64_t row = m0 + m;
         vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
         if (to->low) y = vf_add(y, vf_load(change + LANES * m));
         if (to->how == TO_GATED) {
@@ -99,11 +99,11 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
             for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
                 const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
                 for (int half = 0; half < wide; half++) {
-                    const float *change = to->low ? c->at + ((long)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
+                    const float *change = to->low ? c->at + ((int64_t)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
                     product_group(w, a, to, n, u * wide + half, m0, mc, change, tile[half]);
                 }
                 for (int m = 0; to->quantised && m < mc; m++) {
-                    const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
+                    const int64_t at = (int64_t)(m0 + m) * to->quantised->k + 32 * u;
                     vf_store(x, vf_load(tile[0] + LANES * m));
                     vf_store(x + LANES, vf_load(tile[1] + LANES * m));
                     quantize_block(x, to->quantised, at);

@@ -70,7 +70,7 @@ void or_pack(ThreadPool *pool, const Weight *w, int first, const uint8_t *from, 
 }
 /* Row i of `to` is row order[i] of `from` */
 void or_take(const Weight *from, const int64_t *order, const Weight *to) {
-    for (long i = 0; i < to->n; i++) copy_lane(from, order[i], to, i);
+    for (int64_t i = 0; i < to->n; i++) copy_lane(from, order[i], to, i);
 }
 
 /* `to`, of kind W_Q4, becomes `from` in four bits */
@@ -137,13 +137,13 @@ static void lowrank_region(ThreadPool *pool, int me, void *job) {
             const int rows = j->rows - m0 < BLOCK_ROWS ? j->rows - m0 : BLOCK_ROWS;
             expand_groups(&j->low, g, 1, m0, rows, change);
             for (int m = 0; m < rows; m++) {
-                float *y = j->y + ((long)(m0 + m) * j->groups + g) * LANES;
+                float *y = j->y + ((int64_t)(m0 + m) * j->groups + g) * LANES;
                 vf_store(y, vf_add(vf_load(y), vf_load(change + LANES * m)));
             }
         }
 }
 int or_lowrank(ThreadPool *pool, const LowRank *p, const float *x, int rows, int groups, float *y) {
-    const long ld = w_groups(&p->a);
+    const int64_t ld = w_groups(&p->a);
     const size_t low = UP((size_t)rows * ld * sizeof(Low));
     pool_begin(pool);
     char *at = pool_scratch(pool, low + acts_bytes(rows, p->a.k));
@@ -158,7 +158,7 @@ int or_lowrank(ThreadPool *pool, const LowRank *p, const float *x, int rows, int
 }
 void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float *out) {
     for (int r = 0; r < count; r++) {
-        float *y = out + (long)r * w->k;
+        float *y = out + (int64_t)r * w->k;
         weight_row(w, ids[r], y);
         if (scale != 1.0f) for (int i = 0; i < w->k; i++) y[i] *= scale;
     }
@@ -192,7 +192,7 @@ int or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, co
     char *scratch = quantised ? pool_scratch(pool, acts_bytes(rows, w->k)) : NULL;
     const int failed = quantised && !scratch;
     if (!failed) {
-        for (int r = 0; r < rows; r++) best_columns(scores + (long)r * clusters, clusters, top, best + (long)r * top);
+        for (int r = 0; r < rows; r++) best_columns(scores + (int64_t)r * clusters, clusters, top, best + (int64_t)r * top);
         ClusterJob job = {
             .c = {w, clusters, top, size}, .a = acts_at(scratch, rows, w->k, x, w->k), .rows = rows, .best = best, .out = out,
         };
@@ -205,20 +205,20 @@ int or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, co
 
 /* ---- rows ---- */
 void or_rms_norm(const float *x, int rows, int n, const float *w, float eps, float *out) {
-    for (long r = 0; r < rows; r++) norm_row(x + r * n, n, w, eps, out + r * n);
+    for (int64_t r = 0; r < rows; r++) norm_row(x + r * n, n, w, eps, out + r * n);
 }
 void or_residual_norm(const float *x, const float *y, int rows, int n, const float *post, const float *scale, const float *next, float eps,
                       float *out, float *h, float *tmp) {
     memcpy(out, x, (size_t)rows * n * 4);
-    for (long r = 0; r < rows; r++) residual_row(out + r * n, y + r * n, n, post, scale, next, eps, h + r * n, tmp);
+    for (int64_t r = 0; r < rows; r++) residual_row(out + r * n, y + r * n, n, post, scale, next, eps, h + r * n, tmp);
 }
-void or_act_mul(const float *x, long ldx, const float *y, long ldy, int rows, int n, int act, float *out) {
-    for (long r = 0; r < rows; r++)
+void or_act_mul(const float *x, int64_t ldx, const float *y, int64_t ldy, int rows, int n, int act, float *out) {
+    for (int64_t r = 0; r < rows; r++)
         for (int i = 0; i < n; i += LANES)
             vf_store_n(out + r * n + i, vf_mul(vf_act(vf_load_n(x + r * ldx + i, n - i), act), vf_load_n(y + r * ldy + i, n - i)), n - i);
 }
 void or_angles(const int64_t *positions, int rows, const float *inv_freq, int half, float *cos_out, float *sin_out) {
-    for (long r = 0; r < rows; r++) angles_row(positions[r], inv_freq, half, cos_out + r * half, sin_out + r * half);
+    for (int64_t r = 0; r < rows; r++) angles_row(positions[r], inv_freq, half, cos_out + r * half, sin_out + r * half);
 }
 
 typedef struct { const float *z; int n; const int64_t *seed, *position, *tokens; const uint8_t *sampled; int rows; int64_t *out; } ChooseJob;
@@ -227,8 +227,8 @@ static void choose_region(ThreadPool *pool, int me, void *job) {
     ChooseJob *c = job;
     int lo, hi;
     while (pool_next(pool, c->rows, 1, &lo, &hi))
-        c->out[lo] = choose_row(c->z + (long)lo * c->n, c->n, c->sampled[lo], c->seed[lo], c->position[lo],
-                                c->tokens ? c->tokens + (long)lo * c->n : NULL);
+        c->out[lo] = choose_row(c->z + (int64_t)lo * c->n, c->n, c->sampled[lo], c->seed[lo], c->position[lo],
+                                c->tokens ? c->tokens + (int64_t)lo * c->n : NULL);
 }
 void or_choose(ThreadPool *pool, const float *z, int rows, int n, const int64_t *seed, const int64_t *position, const int64_t *tokens,
                const uint8_t *sampled, int64_t *out) {
@@ -244,7 +244,7 @@ static void filter_region(ThreadPool *pool, int me, void *job) {
     const FilterJob *j = job;
     int lo, hi;
     while (pool_next(pool, j->rows, 1, &lo, &hi))
-        filter_row(j->z + (long)lo * j->n, j->n, j->top_k[lo], j->top_p[lo], j->min_logp[lo], j->room + me * FILTER_ROOM(j->n));
+        filter_row(j->z + (int64_t)lo * j->n, j->n, j->top_k[lo], j->top_p[lo], j->min_logp[lo], j->room + me * FILTER_ROOM(j->n));
 }
 int or_filter(ThreadPool *pool, float *z, int rows, int n, const int64_t *top_k, const double *top_p, const float *min_logp) {
     pool_begin(pool);
@@ -260,7 +260,7 @@ static void logprob_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     const LogprobJob *j = job;
     int lo, hi;
-    while (pool_next(pool, j->rows, 1, &lo, &hi)) logprob_row(j->z + (long)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (1L + 2 * j->top));
+    while (pool_next(pool, j->rows, 1, &lo, &hi)) logprob_row(j->z + (int64_t)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (INT64_C(1) + 2 * j->top));
 }
 void or_logprobs(ThreadPool *pool, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
     LogprobJob job = {z, rows, n, top, tokens, out};
@@ -295,14 +295,14 @@ int or_moe(ThreadPool *pool, const Moe *m, const float *router_in, const float *
 }
 
 /* ---- attention ---- */
-typedef struct { const Spec *s; const Batch *b; float *qkv; const float *cos, *sin, *q_norm, *k_norm; long ld; } RopeJob;
+typedef struct { const Spec *s; const Batch *b; float *qkv; const float *cos, *sin, *q_norm, *k_norm; int64_t ld; } RopeJob;
 static void rope_region(ThreadPool *pool, int me, void *job) {
     RopeJob *j = job;
     const int heads = spec_qkv_rows(j->s) / j->s->dim, half = j->s->dim / 2;
     int lo, hi;
     pool_share(pool, me, j->b->rows * heads, &lo, &hi);
     for (int t = lo; t < hi; t++) {
-        const long r = t / heads;
+        const int64_t r = t / heads;
         rope_write_head(j->s, j->b, (int)r, t % heads, j->qkv + r * j->ld, j->cos + r * half, j->sin + r * half, j->q_norm, j->k_norm);
     }
 }
@@ -315,12 +315,12 @@ void or_rope_write(ThreadPool *pool, const Spec *s, const Batch *b, float *qkv, 
     pool_end(pool);
 }
 
-typedef struct { const Spec *s; const Batch *b; AttnSplit cut; const float *q; long ldq; float *out; } AttendJob;
+typedef struct { const Spec *s; const Batch *b; AttnSplit cut; const float *q; int64_t ldq; float *out; } AttendJob;
 static void attend_region(ThreadPool *pool, int me, void *job) {
     AttendJob *j = job;
-    attend_phase(pool, me, j->s, j->b, &j->cut, j->q, j->ldq, j->out, (long)j->s->heads * j->s->dim, NULL);
+    attend_phase(pool, me, j->s, j->b, &j->cut, j->q, j->ldq, j->out, (int64_t)j->s->heads * j->s->dim, NULL);
 }
-int or_attend(ThreadPool *pool, const Spec *s, const Batch *b, const float *q, long ldq, float *out) {
+int or_attend(ThreadPool *pool, const Spec *s, const Batch *b, const float *q, int64_t ldq, float *out) {
     AttendJob job = {s, b, {0}, q, ldq, out};
     pool_begin(pool);
     split_plan(&job.cut, pool, s, b);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import re
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 GROUPS: tuple[GroupName, ...] = ("full", "sliding")  # the order of a batch's tables
 # The library's sources without comments, and the numbers they declare.
 C = re.sub(r"/\*.*?\*/", "", "\n".join((HERE / name).read_text() for name in SOURCES), flags=re.DOTALL)
-NUMBERS: dict[str, type] = {"int": c_int, "int32_t": c_int32, "int64_t": c_int64, "long": c_long, "float": c_float}
+NUMBERS: dict[str, type] = {"int": c_int, "int32_t": c_int32, "int64_t": c_int64, "float": c_float}
 STRUCTS: dict[str, type[Structure]] = {}
 
 

@@ -39,7 +39,7 @@ typedef struct { /* what a product's answers get added */
     const LowRank *const *table;
     const int32_t *of; /* see Adapters.of; NULL: all rows are of adapter 0 */
     Low *low;          /* [rows, ld] A x */
-    long ld;           /* groups of 16 */
+    int64_t ld;           /* groups of 16 */
     int past, which;   /* changes of a table, one past the last; the one that is meant */
     int private, own;  /* every member may compute all of A x for itself (few rows); it does */
 } LowRankRows;
@@ -103,24 +103,24 @@ static void lowrank_ahead(LowRankRows next, int me, int rows) {
 
 #define EXPAND_ROWS 5 /* at once: their sums stay in registers */
 
-INLINE long group_bytes(int dtype, long rank) { /* of a group of B */
-    return 4 * LANES + LANES * (dtype == DT_I8 ? (rank + 1) & ~1L : rank * (dtype == DT_F32 ? 4 : 2));
+INLINE int64_t group_bytes(int dtype, int64_t rank) { /* of a group of B */
+    return 4 * LANES + LANES * (dtype == DT_I8 ? (rank + 1) & ~INT64_C(1) : rank * (dtype == DT_F32 ? 4 : 2));
 }
 
 /* scale · B low of one group of outputs for MT rows of one adapter: even ranks, then odd ones. */
-INLINE void expand_floats(int dtype, int MT, int rank, const uint8_t *b, const float *low, long ld, float *delta) {
+INLINE void expand_floats(int dtype, int MT, int rank, const uint8_t *b, const float *low, int64_t ld, float *delta) {
     vf sum[2][EXPAND_ROWS];
     for (int odd = 0; odd < 2; odd++) {
         for (int m = 0; m < MT; m++) sum[odd][m] = vf_set(0.0f);
         for (int k = odd; k < rank; k += 2) {
-            const vf v = vf_any(b + 64, (long)k * LANES, dtype);
+            const vf v = vf_any(b + 64, (int64_t)k * LANES, dtype);
             for (int m = 0; m < MT; m++) sum[odd][m] = vf_fma(v, vf_set(low[m * ld + k]), sum[odd][m]);
         }
     }
     for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(vf_add(sum[0][m], sum[1][m]), vf_load((const float *)b)));
 }
 /* The same in integers, sixteen ranks at a time. */
-INLINE void dot_low(int MT, int pairs, const uint8_t *b, const Low *low, long ld, vf *sum) {
+INLINE void dot_low(int MT, int pairs, const uint8_t *b, const Low *low, int64_t ld, vf *sum) {
     const int chains = MT < 3 || TILE_ROWS > 5 ? 2 : 1; /* of dependent sums for each row, as registers allow: their order does not matter */
     vi dot[2][EXPAND_ROWS];
     UNROLL for (int m = 0; m < MT; m++) dot[0][m] = dot[1][m] = vi_set(0);
@@ -137,7 +137,7 @@ INLINE void dot_low(int MT, int pairs, const uint8_t *b, const Low *low, long ld
         sum[m] = vf_fma(vi_to_float(dot[0][m]), vf_set(low[m * ld].d), sum[m]);
     }
 }
-INLINE void expand_rows(int dtype, int MT, int rank, const uint8_t *b, const Low *low, long ld, float *delta) {
+INLINE void expand_rows(int dtype, int MT, int rank, const uint8_t *b, const Low *low, int64_t ld, float *delta) {
     if (dtype != DT_I8) { expand_floats(dtype, MT, rank, b, (const float *)low, ld * LANES, delta); return; }
     vf sum[EXPAND_ROWS];
     const uint8_t *at = b + 64;
@@ -148,15 +148,15 @@ INLINE void expand_rows(int dtype, int MT, int rank, const uint8_t *b, const Low
     UNROLL for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(sum[m], vf_load((const float *)b)));
 }
 /* The same for `groups` groups in a row: out[groups][ld][16], where ld is the rows of a whole block. */
-INLINE void expand_run(int dtype, int MT, const LowRankPiece *c, const uint8_t *b, const Low *low, long low_ld, int groups, long ld, float *out) {
-    const long size = group_bytes(dtype, c->rank);
+INLINE void expand_run(int dtype, int MT, const LowRankPiece *c, const uint8_t *b, const Low *low, int64_t low_ld, int groups, int64_t ld, float *out) {
+    const int64_t size = group_bytes(dtype, c->rank);
     for (int g = 0; g < groups; g++, b += size, out += ld * LANES) {
-        for (long i = 0; i < size; i += 64) __builtin_prefetch(b + i + AHEAD, 0, 2);
+        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(b + i + AHEAD, 0, 2);
         expand_rows(dtype, MT, c->rank, b, low, low_ld, out);
     }
 }
 #define EXPAND(MT) case MT: expand_run(dtype, MT, c, b, low, low_ld, groups, ld, out); break;
-INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8_t *b, const Low *low, long low_ld, int groups, long ld, float *out) {
+INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8_t *b, const Low *low, int64_t low_ld, int groups, int64_t ld, float *out) {
     switch (rows) { EXPAND(1) EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) }
 }
 #undef EXPAND
@@ -171,11 +171,11 @@ static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int r
         const LowRank *p = lowrank_run(l, m0 + m, rows - m < EXPAND_ROWS ? rows - m : EXPAND_ROWS, &run);
         const LowRankPiece *c = p ? p->piece : NULL;
         for (int at = 0, count, before = 0; at < groups; at += count) {
-            float *out = change + ((long)at * rows + m) * LANES;
+            float *out = change + ((int64_t)at * rows + m) * LANES;
             for (; p && g + at >= c->end; c++) before = c->end;
             count = p && c->end < g + groups ? c->end - g - at : groups - at;
             if (!p || !c->rank) {
-                for (int i = 0; i < count * run; i++) vf_store(out + ((long)(i / run) * rows + i % run) * LANES, vf_set(-0.0f));
+                for (int i = 0; i < count * run; i++) vf_store(out + ((int64_t)(i / run) * rows + i % run) * LANES, vf_set(-0.0f));
                 continue;
             }
             const int dtype = p->a.kind == W_Q8 ? DT_I8 : p->a.dtype;

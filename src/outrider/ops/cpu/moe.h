@@ -24,7 +24,7 @@ typedef struct {
     float *out;                   /* [rows, H] */
 } MoeRun;
 
-INLINE Weight expert_of(const Weight *w, int experts, long e) {
+INLINE Weight expert_of(const Weight *w, int experts, int64_t e) {
     Weight one = *w;
     one.n = w->n / experts;
     if (w->kind == W_DENSE) one.data = (const char *)w->data + (size_t)e * one.n * w->k * (w->dtype == DT_F32 ? 4 : 2);
@@ -38,15 +38,15 @@ static void experts_phase(ThreadPool *pool, int me, const Weight *w, int experts
     const int wide = to->quantised ? 2 : 1, units = n / (LANES * wide);
     int active = 0;
     for (int e = 0; e < experts; e++) active += first[e + 1] > first[e];
-    const long all = (long)units * (first[experts] + 8L * active), lo = all * me / pool->size, hi = all * (me + 1) / pool->size;
-    long at = 0;
+    const int64_t all = (int64_t)units * (first[experts] + INT64_C(8) * active), lo = all * me / pool->size, hi = all * (me + 1) / pool->size;
+    int64_t at = 0;
     for (int e = 0; e < experts; e++) {
         const int rows = first[e + 1] - first[e];
         if (!rows) continue;
-        const long cost = rows + 8, end = at + cost * units;
+        const int64_t cost = rows + 8, end = at + cost * units;
         if (end > lo && at < hi) {
             const Weight one = expert_of(w, experts, e);
-            const long from = lo <= at ? 0 : (lo - at + cost - 1) / cost, past = hi >= end ? units : (hi - at + cost - 1) / cost;
+            const int64_t from = lo <= at ? 0 : (lo - at + cost - 1) / cost, past = hi >= end ? units : (hi - at + cost - 1) / cost;
             if (past > from) product_units(&one, a, to, n, wide, (int)from, (int)past, first[e], first[e + 1], NULL);
         }
         at = end;
@@ -74,7 +74,7 @@ static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act
     Epilogue to_logits = {TO_STORE, NULL, r->logits, m->experts};
     product_phase(pool, me, &m->router, &r->router_acts, r->rows, &to_logits);
     pool_barrier(pool);
-    for (int i = lo; i < hi; i++) route_row(r->logits + (long)i * m->experts, m, r->chosen + (long)i * top, r->weight + (long)i * top);
+    for (int i = lo; i < hi; i++) route_row(r->logits + (int64_t)i * m->experts, m, r->chosen + (int64_t)i * top, r->weight + (int64_t)i * top);
     pool_barrier(pool);
     if (!me) { /* pairs in the order of their experts, then of their rows */
         for (int e = 0; e <= m->experts; e++) r->first[e] = 0;
@@ -89,8 +89,8 @@ static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act
     }
     pool_barrier(pool);
     pool_share(pool, me, pairs, &lo, &hi);
-    for (long p = lo; p < hi; p++) {
-        const long row = r->row_of[p];
+    for (int64_t p = lo; p < hi; p++) {
+        const int64_t row = r->row_of[p];
         if (packed) acts_copy(&r->pair_acts, p, &r->acts, row);
         else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
     }
@@ -102,11 +102,11 @@ static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act
     experts_phase(pool, me, &m->down, m->experts, &r->mid_acts, &to_y, H, r->first);
     pool_barrier(pool);
     pool_share(pool, me, r->rows, &lo, &hi);
-    for (long i = lo; i < hi; i++)
+    for (int64_t i = lo; i < hi; i++)
         for (int n = 0; n < H; n += LANES) {
             vf sum = vf_set(0.0f);
-            for (long t = i * top; t < (i + 1) * top; t++)
-                sum = vf_fma(vf_set(r->weight[t]), vf_load_n(r->y + (long)r->place[t] * H + n, H - n), sum);
+            for (int64_t t = i * top; t < (i + 1) * top; t++)
+                sum = vf_fma(vf_set(r->weight[t]), vf_load_n(r->y + (int64_t)r->place[t] * H + n, H - n), sum);
             vf_store_n(r->out + i * H + n, sum, H - n);
         }
 }

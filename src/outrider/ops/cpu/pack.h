@@ -66,7 +66,7 @@ static void pack_region(ThreadPool *pool, int me, void *arg) {
 }
 
 /* Row `from_row` of `from` becomes row `to_row` of `to`: both packed and of one kind and width */
-static void copy_lane(const Weight *from, long from_row, const Weight *to, long to_row) {
+static void copy_lane(const Weight *from, int64_t from_row, const Weight *to, int64_t to_row) {
     const int kind = from->kind, a = (int)(from_row % LANES), b = (int)(to_row % LANES), kb = from->k / 32;
     const uint8_t *data = w_data(from, from_row / LANES), *scale = w_scale(from, from_row / LANES);
     uint8_t *data_to = (uint8_t *)w_data(to, to_row / LANES), *scale_to = (uint8_t *)w_scale(to, to_row / LANES);

@@ -55,7 +55,7 @@ INLINE void widen_block(const int8_t *q, int16_t *wide) { (void)q, (void)wide; }
 #endif
 
 /* 32 activations -> int8, scale and sum: those at `at` = row·k + column of a */
-INLINE void quantize_block(const float *x, const QActs *acts, long at) {
+INLINE void quantize_block(const float *x, const QActs *acts, int64_t at) {
     int8_t *q = acts->q + at;
     Blk *blk = acts->blk + at / 32;
     vf a = vf_load(x), b = vf_load(x + 16);
@@ -72,15 +72,15 @@ INLINE void quantize_block(const float *x, const QActs *acts, long at) {
     blk->i0 = -128 * front;
     if (WIDE) widen_block(q, acts->wide + at);
 }
-INLINE void quantize_row(const float *x, int n, const QActs *acts, long at) { /* n activations from `at` on */
+INLINE void quantize_row(const float *x, int n, const QActs *acts, int64_t at) { /* n activations from `at` on */
     for (int i = 0; i < n; i += 32) quantize_block(x + i, acts, at + i);
 }
 
-static void acts_row(const QActs *a, long r) { /* quantise row r of x */
+static void acts_row(const QActs *a, int64_t r) { /* quantise row r of x */
     quantize_row(a->x + r * a->ldx, a->k, a, r * a->k);
 }
-static void acts_copy(const QActs *to, long t, const QActs *from, long r) { /* what was quantised as row r becomes row t */
-    const long k = from->k;
+static void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) { /* what was quantised as row r becomes row t */
+    const int64_t k = from->k;
     memcpy(to->q + t * k, from->q + r * k, (size_t)k);
     memcpy(to->blk + t * (k / 32), from->blk + r * (k / 32), (size_t)(k / 32) * sizeof(Blk));
     if (WIDE) memcpy(to->wide + t * k, from->wide + r * k, (size_t)k * 2);

@@ -44,19 +44,19 @@ typedef struct { const Weight *from, *to; float *rows; } CoarseJob; /* rows: [me
 static void coarse_region(ThreadPool *pool, int me, void *arg) {
     const CoarseJob *job = arg;
     const int n = job->to->n, k = job->to->k;
-    float *rows = job->rows + (long)me * LANES * k, x[32 * LANES];
+    float *rows = job->rows + (int64_t)me * LANES * k, x[32 * LANES];
     uint8_t codes[LANES * 32];
     int lo, hi;
     while (pool_next(pool, w_groups(job->to), 4, &lo, &hi))
         for (int g = lo; g < hi; g++) {
             for (int l = 0; l < LANES; l++)
-                if (g * LANES + l < n) weight_row(job->from, (long)g * LANES + l, rows + (long)l * k);
-                else memset(rows + (long)l * k, 0, (size_t)k * 4);
+                if (g * LANES + l < n) weight_row(job->from, (int64_t)g * LANES + l, rows + (int64_t)l * k);
+                else memset(rows + (int64_t)l * k, 0, (size_t)k * 4);
             uint8_t *data = (uint8_t *)w_data(job->to, g);
             uint16_t *scale = (uint16_t *)w_scale(job->to, g);
             for (int b = 0; b < k / 32; b++, data += 64 * k_lines(W_Q4), scale += LANES) {
                 for (int l = 0; l < LANES; l++)
-                    for (int i = 0; i < 32; i++) x[i * LANES + l] = rows[(long)l * k + 32 * b + i];
+                    for (int i = 0; i < 32; i++) x[i * LANES + l] = rows[(int64_t)l * k + 32 * b + i];
                 coarse_blocks(x, scale, codes);
                 for (int l = 0; l < LANES; l++) put_codes(W_Q4, codes + 32 * l, data + 4 * l);
             }

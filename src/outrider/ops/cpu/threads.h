@@ -164,11 +164,11 @@ INLINE int pool_next(ThreadPool *t, int count, int grain, int *lo, int *hi) {
 
 /* A piece of member `of`'s share, which has `count`: its number, or -1 when all are taken. One kind of work between two barriers. */
 INLINE int pool_claim(ThreadPool *t, int of, int count) {
-    const unsigned long long phase = (unsigned long long)(unsigned)atomic_load_explicit(&t->phase, memory_order_relaxed) << 32;
-    unsigned long long seen = atomic_load_explicit(&t->claims[of].taken, memory_order_relaxed);
+    const uint64_t phase = (uint64_t)(unsigned)atomic_load_explicit(&t->phase, memory_order_relaxed) << 32;
+    uint64_t seen = atomic_load_explicit(&t->claims[of].taken, memory_order_relaxed);
     for (;;) {
-        const unsigned long long at = seen >> 32 == phase >> 32 ? seen & 0xffffffffu : 0;
-        if (at >= (unsigned long long)count) return -1;
+        const uint64_t at = seen >> 32 == phase >> 32 ? seen & 0xffffffffu : 0;
+        if (at >= (uint64_t)count) return -1;
         if (atomic_compare_exchange_weak_explicit(&t->claims[of].taken, &seen, phase | (at + 1), memory_order_relaxed, memory_order_relaxed))
             return (int)at;
     }
@@ -176,8 +176,8 @@ INLINE int pool_claim(ThreadPool *t, int of, int count) {
 
 /* A fixed share of `count` items for member `me`. */
 INLINE void pool_share(const ThreadPool *t, int me, int count, int *lo, int *hi) {
-    *lo = (int)((long)count * me / t->size);
-    *hi = (int)((long)count * (me + 1) / t->size);
+    *lo = (int)((int64_t)count * me / t->size);
+    *hi = (int)((int64_t)count * (me + 1) / t->size);
 }
 
 typedef struct { ThreadPool *pool; int me; } Member;

@@ -48,7 +48,7 @@ INLINE __m256i step_codes(int kind, const uint8_t *data, int j) {
 
 /* Signed codes without VNNI, for several rows: in 16 bits, as 256 times the code, where a byte in the upper half of its place needs no sign
  * of its own. Half the products an instruction, but nothing to do with signs or widening for each row. 32·128·127·256 < 2^31. */
-INLINE void wide_dots(int kind, const uint8_t *data, const int16_t *x, long ldx, int MT, __m256i dot[][2]) {
+INLINE void wide_dots(int kind, const uint8_t *data, const int16_t *x, int64_t ldx, int MT, __m256i dot[][2]) {
     const __m256i upper = _mm256_set1_epi16((short)0xff00);
     UNROLL for (int j = 0; j < 8; j++)
         UNROLL for (int odd = 0; odd < 2; odd++) {
@@ -68,7 +68,7 @@ INLINE void wide_dots(int kind, const uint8_t *data, const int16_t *x, long ldx,
 }
 
 /* dot[m][half] of the steps `from`.. of a block, offsets of unsigned codes taken off */
-INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, long ldx, const Blk *s, int kb, int MT, int from, int count,
+INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, int64_t ldx, const Blk *s, int kb, int MT, int from, int count,
                        __m256i dot[][2]) {
     const int run = is_signed(kind) ? 1 : kind == W_Q6K ? 2 : k_lines(kind) == 5 ? 4 : 8;
     const int offset = !k_min(kind) && (VNNI256 || !is_signed(kind));

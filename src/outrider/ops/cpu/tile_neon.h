@@ -29,7 +29,7 @@ INLINE int8x16_t step_codes(int kind, const uint8_t *data, int j) {
 }
 
 /* dot[m][quarter] of the steps `from`.. of a block */
-INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, long ldx, int MT, int from, int count, int32x4_t dot[][4]) {
+INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, int64_t ldx, int MT, int from, int count, int32x4_t dot[][4]) {
 #ifdef __ARM_FEATURE_MATMUL_INT8
     if (MT > 1) { /* two rows of weights with two rows of activations, eight columns at once; an odd last row goes with itself */
         int32x4_t both[(TILE_ROWS + 1) / 2][4][2];

@@ -19,24 +19,24 @@ INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : k
 /* ---- dense weights [n, k]: lanes run along k, then one fixed tree ---- */
 INLINE void dense_rows(int dtype, const Weight *w, int n0, const QActs *a, int m0, int MT, vf *sums /* [MT][16], rows n0..n0+3 */) {
     vf acc[4][2];
-    const long k = w->k, whole = k & ~15L;
+    const int64_t k = w->k, whole = k & ~INT64_C(15);
     for (int r = 0; r < 4; r++) for (int m = 0; m < MT; m++) acc[r][m] = vf_set(0.0f);
-    for (long i = 0; i < whole; i += LANES) {
+    for (int64_t i = 0; i < whole; i += LANES) {
         vf x[2];
-        for (int m = 0; m < MT; m++) x[m] = vf_load(a->x + (long)(m0 + m) * a->ldx + i);
+        for (int m = 0; m < MT; m++) x[m] = vf_load(a->x + (int64_t)(m0 + m) * a->ldx + i);
         for (int r = 0; r < 4; r++) {
-            long n = n0 + r < w->n ? n0 + r : w->n - 1; /* beyond the last row: computed, thrown away */
+            int64_t n = n0 + r < w->n ? n0 + r : w->n - 1; /* beyond the last row: computed, thrown away */
             vf v = vf_any(w->data, n * k + i, dtype);
             for (int m = 0; m < MT; m++) acc[r][m] = vf_fma(v, x[m], acc[r][m]);
         }
     }
     if (whole < k)
         for (int r = 0; r < 4; r++) {
-            long n = n0 + r < w->n ? n0 + r : w->n - 1;
+            int64_t n = n0 + r < w->n ? n0 + r : w->n - 1;
             float t[LANES] = {0};
-            for (long i = whole; i < k; i++) t[i - whole] = one_any(w->data, n * k + i, dtype);
+            for (int64_t i = whole; i < k; i++) t[i - whole] = one_any(w->data, n * k + i, dtype);
             for (int m = 0; m < MT; m++)
-                acc[r][m] = vf_fma(vf_load(t), vf_load_n(a->x + (long)(m0 + m) * a->ldx + whole, (int)(k - whole)), acc[r][m]);
+                acc[r][m] = vf_fma(vf_load(t), vf_load_n(a->x + (int64_t)(m0 + m) * a->ldx + whole, (int)(k - whole)), acc[r][m]);
         }
     for (int m = 0; m < MT; m++) for (int r = 0; r < 4; r++) sums[LANES * m + (n0 & 15) + r] = acc[r][m];
 }

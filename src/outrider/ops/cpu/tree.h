@@ -27,7 +27,7 @@ INLINE double chance_of(const double *trust, float confidence) {
 static int build_tree(ThreadPool *pool, Draft *d, int wide, int vocab, int deep, double stop, double drop, const double *trust, float *start,
                      int64_t *last, int64_t *guess, BuiltTree *g) {
     int64_t best[TREE_WIDE], runner_ups[TREE_WIDE * RUNNER_UPS], lengths[TREE_WIDE];
-    float sure[TREE_WIDE], less[TREE_WIDE * RUNNER_UPS], *state = start + (long)TREE_WIDE * wide;
+    float sure[TREE_WIDE], less[TREE_WIDE * RUNNER_UPS], *state = start + (int64_t)TREE_WIDE * wide;
     int32_t row_start[2] = {0, 1};
     Tip front[TREE_WIDE] = {{-1, 0, 1.0}};
     const int64_t first = guess[0];
@@ -57,7 +57,7 @@ static int build_tree(ThreadPool *pool, Draft *d, int wide, int vocab, int deep,
             g->count++;
         }
         for (int i = 0; i < n; i++) {
-            memcpy(start + (long)i * wide, state + (long)next[i].row * wide, (size_t)wide * 4);
+            memcpy(start + (int64_t)i * wide, state + (int64_t)next[i].row * wide, (size_t)wide * 4);
             last[i] = g->node[next[i].node].token;
             front[i] = next[i];
         }

@@ -288,13 +288,13 @@ INLINE vf vf_bytes(const int8_t *p) {
     return vi_to_float(vi_load(t));
 #endif
 }
-INLINE vf vf_any(const void *p, long i, int dtype) { /* sixteen values of any float type */
+INLINE vf vf_any(const void *p, int64_t i, int dtype) { /* sixteen values of any float type */
     if (dtype == DT_F32) return vf_load((const float *)p + i);
     if (dtype == DT_F16) return vf_half((const uint16_t *)p + i);
     if (dtype == DT_I8) return vf_bytes((const int8_t *)p + i);
     return vf_bf16((const uint16_t *)p + i);
 }
-INLINE void vf_store_any(void *p, long i, vf a, int dtype) {
+INLINE void vf_store_any(void *p, int64_t i, vf a, int dtype) {
     if (dtype == DT_F32) vf_store((float *)p + i, a);
     else if (dtype == DT_F16) vf_store_half((uint16_t *)p + i, a);
 #if ISA_BF16
@@ -303,7 +303,7 @@ INLINE void vf_store_any(void *p, long i, vf a, int dtype) {
     else { float t[LANES]; vf_store(t, a); for (int j = 0; j < LANES; j++) ((uint16_t *)p)[i + j] = float_bf16(t[j]); }
 #endif
 }
-INLINE float one_any(const void *p, long i, int dtype) {
+INLINE float one_any(const void *p, int64_t i, int dtype) {
     if (dtype == DT_F32) return ((const float *)p)[i];
     uint16_t h = ((const uint16_t *)p)[i];
     return dtype == DT_F16 ? half_float(h) : bits_float((uint32_t)h << 16);
