@@ -4,10 +4,14 @@ A frame is 4 bytes of length and as many bytes, on stdin (first the set-up, if a
 gets an iterator of the frames and yields an answer for every call. It limits itself and ends with its stdin. One that
 has died or was late is replaced by the next call. A module of this package instead of a script reads its stdin itself,
 a socket that can bring it connections instead of calls (`connect`).
+
+A script that decodes untrusted files defines `answer`, `MEMORY` and `CPU_SECONDS` instead of `answers`: then this file
+limits the process, and gives a call that takes long idle processor time only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import socket
@@ -22,6 +26,9 @@ from pathlib import Path
 LENGTH = struct.Struct("<I")
 # one arena: what a thread has freed goes back to the system
 ONE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX")
+# seconds of processor time after which a call of `limited` gets idle time only; between two looks
+QUICK = 0.25
+LOOK = 0.05
 
 
 class ChildLost(Exception):
@@ -134,9 +141,42 @@ def frames() -> Iterator[bytes]:
         yield sys.stdin.buffer.read(*LENGTH.unpack(head))
 
 
+def stand_back(worker: threading.Thread) -> None:
+    """Wait for a thread to end, which gets idle processor time only once it has had `QUICK` seconds."""
+    while worker.is_alive():
+        worker.join(LOOK)
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or this is no Linux
+            with open(f"/proc/self/task/{worker.native_id}/schedstat", encoding="ascii") as file:
+                used = int(file.read().split()[0]) / 1e9
+            if used > QUICK and worker.native_id is not None:
+                os.sched_setscheduler(worker.native_id, os.SCHED_IDLE, os.sched_param(0))
+                worker.join()
+
+
+def limited(answer: Callable[[bytes], bytes], memory: int, cpu_seconds: int) -> Iterator[bytes]:
+    """The answer to every frame, within bytes of memory and seconds of processor time for each."""
+    import resource
+
+    os.nice(10)  # decoding tokens has priority
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    replies: list[bytes] = []
+    for frame in frames():
+        spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu_seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        worker = threading.Thread(target=lambda: replies.append(answer(frame)))  # noqa: B023  # ends in this turn
+        worker.start()
+        stand_back(worker)
+        yield replies.pop()
+
+
 def main(script: str) -> None:
     """The process itself."""
-    for answer in runpy.run_path(script, run_name="__main__")["answers"](frames()):
+    names = runpy.run_path(script, run_name="__main__")
+    if "answers" in names:
+        replies = names["answers"](frames())
+    else:
+        replies = limited(names["answer"], names["MEMORY"], names["CPU_SECONDS"])
+    for answer in replies:
         sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
         sys.stdout.buffer.flush()
 

@@ -3,20 +3,16 @@ bits like transformers' PIL backend (Gemma 4: bicubic, within the budget; Gemma 
 with a file is a `ValueError` of one line.
 
 Run as a script, this file is the sandbox process that decodes untrusted files (engine/images.py): it imports nothing
-of this package, limits its memory and CPU time, and gives a long decode idle processor time only.
+of this package; engine/child_process.py limits its memory and processor time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
-import os
 import re
 import struct
-import threading
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -27,9 +23,6 @@ REPLY = struct.Struct("<?II")  # is it an image? its height and width; then pixe
 # of the decoding process; the seconds for one image
 MEMORY = 3 << 30
 CPU_SECONDS = 20
-# seconds of processor time after which an image gets idle time only; between two looks
-QUICK = 0.25
-LOOK = 0.05
 MAX_SIDE = 65500
 MAX_SCANS = 64  # of a JPEG; progressive ones have about ten
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # of those with a segment, or the end
@@ -117,18 +110,6 @@ def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
 
 
 # ---- the decoding process -----------------------------------------------------------------------------------------
-def stand_back(worker: threading.Thread) -> None:
-    """Wait for a thread to end, which gets idle processor time only once it has had `QUICK` seconds."""
-    while worker.is_alive():
-        worker.join(LOOK)
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or this is no Linux
-            with open(f"/proc/self/task/{worker.native_id}/schedstat", encoding="ascii") as file:
-                used = int(file.read().split()[0]) / 1e9
-            if used > QUICK and worker.native_id is not None:
-                os.sched_setscheduler(worker.native_id, os.SCHED_IDLE, os.sched_param(0))
-                worker.join()
-
-
 def answer(asked: bytes) -> bytes:
     """The reply to one frame: pixels, or a one-line error."""
     tokens, side, most = HEAD.unpack_from(asked)
@@ -139,19 +120,6 @@ def answer(asked: bytes) -> bytes:
         return REPLY.pack(False, 0, 0) + (" ".join(str(error).split())[:200] or type(error).__name__).encode()
 
 
-def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
-    """In the process itself: pixels or a one-line error for every file."""
-    import resource
-
-    os.nice(10)  # decoding tokens has priority
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+if __name__ == "__main__":
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has its own bound
     Image.init()
-    replies: list[bytes] = []
-    for asked in frames:
-        spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-        resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        worker = threading.Thread(target=lambda: replies.append(answer(asked)))  # noqa: B023  # ends in this turn
-        worker.start()
-        stand_back(worker)
-        yield replies.pop()

@@ -21,9 +21,10 @@ import torch
 from PIL import Image
 from tests.waiting import PATIENCE
 
+from outrider.engine import child_process
+from outrider.engine.child_process import QUICK, stand_back
 from outrider.engine.images import DECODE_SECONDS, DecodingProcess, ImageDecoder, ImageEncoder, read_file
-from outrider.models import image_processing
-from outrider.models.image_processing import CPU_SECONDS, QUICK, pixels, stand_back
+from outrider.models.image_processing import CPU_SECONDS, pixels
 from outrider.types import OutriderError
 
 TOKENS = 70
@@ -204,11 +205,11 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_an_image_took_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(image_processing.__file__).read_text()
-    script = tmp_path / "decoder.py"
+    source = Path(child_process.__file__).read_text()
+    script = tmp_path / "child_process.py"
     assert f"QUICK = {QUICK}\n" in source  # no idle time: on a busy machine it may never come
     script.write_text(source.replace(f"QUICK = {QUICK}\n", "QUICK = 99\n"))
-    monkeypatch.setattr(image_processing, "__file__", str(script))
+    monkeypatch.setattr(child_process, "__file__", str(script))
     decoder = ImageDecoder(seconds=PATIENCE)
     sizes = list[int]()
     for side in (1500, 6000, 5000, 4000, 5000):
