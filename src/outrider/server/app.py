@@ -28,7 +28,7 @@ from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
 from .fair import FairExecutor, FairGate, Lane, lanes
-from .limits import Admission, Keys, RequestGuard
+from .limits import Admission, Keys, RequestGuard, prefix_namespace
 from .metrics import ServerMetrics, route_of
 from .model_info import ServedModel
 from .model_pool import LoadedModel, ModelPool
@@ -201,7 +201,7 @@ class Server:
         got.room.close()
         if self.recorder is not None:
             await got.work(partial(self.recorder.take, request.state.path, got.raw))
-        namespace = b"" if self.settings.share_prefixes else self.keys.namespace(client)
+        namespace = b"" if self.settings.share_prefixes else prefix_namespace(client)
         if body.cache_salt is not None:
             namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
         grammar = None if job.grammar is None else await model.grammars.get(job.grammar, client)

@@ -28,6 +28,7 @@ from .fair import WaitEstimate
 from .settings import LOOPBACK, ServerSettings, read_keys
 
 log = logging.getLogger("outrider.server")
+CLIENT_PREFIX = "key-"
 OPEN_PATHS = ("/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version")
 LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this machine
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -85,28 +86,37 @@ class Admission:
                 del self._of[client]
 
 
+def client_of(key: bytes) -> str:
+    """Identity of the client that holds this key.
+
+    A digest of the key, not its place in the list: it survives restarts and edits of the key file, agrees between the
+    ingresses of a cluster, and never passes to the holder of another key.
+    """
+    return CLIENT_PREFIX + hashlib.blake2b(key, digest_size=16, person=b"outrider-client").hexdigest()
+
+
+def prefix_namespace(client: str) -> bytes:
+    """Salt that separates the cached prefixes of this client from those of others. Clients without a key share one."""
+    if not client.startswith(CLIENT_PREFIX):
+        return b""
+    return hashlib.blake2b(client.encode(), digest_size=16, person=b"outrider-prefix").digest()
+
+
 class Keys:
     """The valid API keys: those of the command line, and those of a file, which is read again on SIGHUP."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._keys = [k.encode() for k in settings.api_keys]
-        self._own = settings.api_key
+        self._command_line_key = settings.api_key
         self._file = settings.api_key_file
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def find(self, given: bytes) -> str | None:
+    def find(self, presented: bytes) -> str | None:
         """The client of a key. Compares with every key, in constant time each, so that timing reveals nothing."""
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
-        return f"key {matches.index(True)}" if any(matches) else None
-
-    def namespace(self, who: str) -> bytes:
-        """A salt that separates this key's prefixes from other keys': stable over restarts, and not the key itself."""
-        number = who.removeprefix("key ")
-        if not self._keys or who == number or int(number) >= len(self._keys):
-            return b""
-        return hashlib.blake2b(self._keys[int(number)], digest_size=16, person=b"outrider-prefix").digest()
+        matches = [hmac.compare_digest(presented, key) for key in self._keys]
+        return client_of(presented) if any(matches) else None
 
     def reload(self) -> None:
         """Read the file again. One that can't be read changes nothing: a typing error must not open the server."""
@@ -114,7 +124,7 @@ class Keys:
             log.warning("there is no --api-key-file to read again")
             return
         try:
-            self._keys = [k.encode() for k in read_keys(self._own, self._file)]
+            self._keys = [k.encode() for k in read_keys(self._command_line_key, self._file)]
         except OutriderError as e:
             log.error("the API keys stay as they were: %s", e)
         else:
