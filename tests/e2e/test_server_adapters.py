@@ -113,6 +113,45 @@ def test_loading_and_unloading(http: httpx.Client, files: Path) -> None:
     assert complete(http, "tiny:a").status_code == 200
 
 
+def test_a_load_in_place_that_fails_leaves_the_adapter_in_place(http: httpx.Client, files: Path) -> None:
+    """The old adapter was unloaded before the new one was read: a mistyped path took it from everybody."""
+    body = {"lora_name": "a", "lora_path": str(files / "mistyped"), "load_inplace": True}
+    before = complete(http, "tiny:a").json()["choices"][0]["text"]
+    cards = http.get("/v1/models").json()["data"]
+    refused = http.post("/v1/load_lora_adapter", json=body)
+    assert refused.status_code == 400 and "does not exist" in refused.text
+    assert http.get("/v1/models").json()["data"] == cards
+    after = complete(http, "tiny:a")
+    assert after.status_code == 200 and after.json()["choices"][0]["text"] == before
+
+
+def test_a_replaced_adapter_stays_with_the_requests_that_began_with_it(llm: LLM, files: Path) -> None:
+    """A read of the old weights that ends after the swap must not bring them back under the name."""
+    pool = llm.adapters
+    assert pool is not None
+    first = pool.get("b")
+    load = pool.load
+    late: list[Any] = []
+
+    def slow(name: str, path: str) -> Any:
+        adapter = load(name, path)
+        if pool.load is slow:  # another thread swaps between this read and its end
+            pool.load = load
+            late.append(pool.add("b", str(files / "c"), replace=True))
+        return adapter
+
+    pool._loaded.pop("b")  # evicted: the next request reads it again
+    pool.load = slow
+    try:
+        read = pool.get("b")
+    finally:
+        pool.load = load
+    assert read.digest == first.digest, "the request that asked before the swap"
+    assert pool.get("b") is late[0] and late[0].digest != first.digest
+    pool.add("b", str(files / "b"), replace=True)
+    assert pool.get("b").digest == first.digest
+
+
 def test_many_loads_under_traffic_leave_memory_where_it_was(tmp_path: Path) -> None:
     """200 loads and unloads; tests/stress/adapter_churn.py makes as many as are asked for and reads the memory too."""
     result = churn(400, 1, tmp_path)

@@ -6,6 +6,7 @@ adapter until it ends, whatever is evicted or replaced.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -64,7 +65,9 @@ class AdapterPool:
         self.model = model
         self.load = load
         self.max_adapters = max_adapters
-        self.paths: dict[str, str] = {}
+        self.paths: dict[str, str] = {}  # replaced, never changed: readers in other threads need no lock
+        self._versions: dict[str, int] = {}  # by name; a name that is added again may have other weights
+        self._num_added = itertools.count()
         self._loaded: dict[str, Adapter] = {}  # least recently used first
         self._names = weight_names(model)
         self.slots: AdapterSlots | None = None  # adapters in use, at the addresses that captured steps read
@@ -79,14 +82,20 @@ class AdapterPool:
             return self.slots.nbytes
         return sum(adapter.nbytes for adapter in list(self._loaded.values()))
 
-    def add(self, name: str, path: str) -> Adapter:
+    def add(self, name: str, path: str, replace: bool = False) -> Adapter:
+        """Load an adapter, then give it the name. `replace`: another adapter may have that name, and loses it.
+
+        A failing load changes nothing. Running requests keep the adapter that they began with.
+        """
         if not NAME.fullmatch(name):
             raise OutriderError(f"adapter name {name[:60]!r}: letters, digits, '.', '_' and '-' only")
-        require(name not in self.paths, f"adapter {name!r} is loaded already: unload it first")
+        name_taken = f"adapter {name!r} is loaded already: unload it first"
+        require(replace or name not in self.paths, name_taken)
         adapter = self.load(name, path)
         with self._lock:
-            require(name not in self.paths, f"adapter {name!r} is loaded already: unload it first")
-            self.paths[name] = path
+            require(replace or name not in self.paths, name_taken)
+            self.paths = {**self.paths, name: path}
+            self._versions[name] = next(self._num_added)
             self._keep(name, adapter)
         log.info("adapter %s: %.1f MiB, %d weights", name, adapter.nbytes / 2**20, len(adapter.parts))
         return adapter
@@ -94,19 +103,22 @@ class AdapterPool:
     def remove(self, name: str) -> None:
         """Running requests keep it until they end."""
         with self._lock:
-            require(self.paths.pop(name, None) is not None, self._unknown(name))
+            require(name in self.paths, self._unknown(name))
+            self.paths = {other: path for other, path in self.paths.items() if other != name}
+            del self._versions[name]
             self._loaded.pop(name, None)
 
     def get(self, name: str) -> Adapter:
         with self._lock:
             path = self.paths.get(name)
+            version = self._versions.get(name)
             adapter = self._loaded.get(name)
         if path is None:
             raise OutriderError(self._unknown(name))
         if adapter is None:
             adapter = self.load(name, path)
         with self._lock:
-            if self.paths.get(name) == path:
+            if self._versions.get(name) == version:  # neither removed nor replaced meanwhile
                 self._keep(name, adapter)
         return adapter
 

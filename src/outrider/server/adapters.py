@@ -55,9 +55,7 @@ async def load(server: Server, request: Request) -> Response:
     body = read(await request.body(), LoadAdapter.model_validate_json)
 
     def change() -> None:
-        if body.load_inplace and body.lora_name in adapters.paths:
-            adapters.remove(body.lora_name)
-        adapters.add(body.lora_name, body.lora_path)
+        adapters.add(body.lora_name, body.lora_path, replace=body.load_inplace)
 
     return await _changed(change, body.lora_name, "added")
 
