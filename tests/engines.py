@@ -17,7 +17,7 @@ from outrider.ops.reference import ReferenceOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.mtp import MTPDrafter
-from outrider.types import SamplingParams
+from outrider.types import NO_DRAFT, DraftPlan, SamplingParams
 from outrider.weights.load import dummy_weights
 
 VOCAB = 64
@@ -70,6 +70,19 @@ def assistant(target: dict[str, Any], clustered: bool) -> dict[str, Any]:
         "model_type": "gemma4_assistant", "backbone_hidden_size": target["hidden_size"], "text_config": text,
         "use_ordered_embeddings": clustered, "num_centroids": 8, "centroid_intermediate_top_k": 3,
     }  # fmt: skip
+
+
+class FixedDrafts:
+    """In place of a `DraftPolicy`: every sequence of a scheduler under test has the same plan."""
+
+    def __init__(self, plan: DraftPlan = NO_DRAFT):
+        self.plan = plan
+
+    def choose(self, ready: list[Any]) -> tuple[list[DraftPlan], None]:
+        return [self.plan] * len(ready), None
+
+    def positions(self, plan: DraftPlan) -> int:
+        return plan.max_drafted
 
 
 def tiny_model(variant: str, seed: int = 0, ops: Any = None) -> Any:

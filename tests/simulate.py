@@ -25,7 +25,7 @@ from pathlib import Path
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import DraftContext
+from outrider.spec.plan import CyclePlan, DraftContext
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 
 
@@ -98,16 +98,20 @@ def replay(
             running[trace.id] = (trace, 0)
             out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
         views = [view(trace, position) for trace, position in running.values()]
-        again = policy.reuse_plan(list(running), views[0].match_len)
-        choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
+        earlier = policy.reuse(list(running), views[0].match_len)
+        cycle = policy.propose(views) if earlier is None else CyclePlan(earlier, reused=True)
+        policy.commit(cycle)
+        choices = cycle.plans
+        if cycle.reused:
+            choices = [_held(c, v) for c, v in zip(choices, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
         sure = [
             t.confidence[at] if t.confidence and c.drafter == t.drafter else None
             for (t, at), c in zip(running.values(), choices)
         ]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
-        cycle = [(choice.drafter, choice.k, steps) for choice, steps in ended]
-        seconds = cost.mixed(cycle, context)
+        parts = [(choice.drafter, choice.k, steps) for choice, steps in ended]
+        seconds = cost.mixed(parts, context)
         out.cycles += 1
         for here, (choice, steps), confidence in zip(views, ended, sure, strict=True):
             trace, position = running[here.id]
@@ -126,8 +130,8 @@ def replay(
             else:
                 running[here.id] = (trace, position)
         told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
-        main = next((name for name, _, steps in cycle if name and steps and not cost.free(name)), None)
-        policy.observe_step(len(views), sum(k for _, k, _ in cycle) / len(views), context, told, main)
+        main = next((name for name, _, steps in parts if name and steps and not cost.free(name)), None)
+        policy.observe_step(len(views), sum(k for _, k, _ in parts) / len(views), context, told, main)
     return out
 
 

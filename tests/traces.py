@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.simulate import Trace
 
-from outrider.spec.plan import DraftContext
+from outrider.spec.plan import CyclePlan, DraftContext
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan
 
 
@@ -73,15 +73,18 @@ class Fixed:
         self.drafter = drafter
         self.k = k
 
-    def reuse_plan(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
+    def reuse(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
         return None
 
-    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
+    def commit(self, cycle: CyclePlan) -> None:
+        pass
+
+    def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
         out = []
         for view in seqs:
             k = min(self.k, view.drafter_available.get(self.drafter or "", 0), view.remaining - 1)
             out.append(DraftPlan(self.drafter, k) if k > 0 else NO_DRAFT)
-        return out
+        return CyclePlan(out)
 
     def observe(
         self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None

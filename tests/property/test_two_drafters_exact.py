@@ -37,7 +37,7 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.drafter import DrafterPair
 from outrider.spec.mtp import MTPDrafter
-from outrider.spec.plan import VERIFY, CostPart, DraftContext
+from outrider.spec.plan import VERIFY, CostPart, CyclePlan, DraftContext
 from outrider.spec.slot_sampling import SlotSampling
 from outrider.train import design
 from outrider.types import DraftPlan, OutriderError
@@ -59,8 +59,7 @@ class Dice(Controller):
         super().__init__(CostTable(), names)
         self.lot = random.Random(seed)
 
-    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        self.planned = True
+    def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
         made = []
         common = self.lot.choice(self.drafters)
         for view in seqs:
@@ -68,7 +67,7 @@ class Dice(Controller):
             k = min(self.lot.randint(0, 5), view.drafter_available.get(name, 0))
             nodes = self.lot.randint(k + 1, k + 5) if self.branching and k and name != "ngram" else 0
             made.append(DraftPlan(name, k, nodes=nodes if nodes <= view.nodes else 0) if k else DraftPlan(None, 0))
-        return made
+        return CyclePlan(made)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@ the drafter's limits and the request's settings. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..config import SpecConfig
 from ..spec.controller import Controller
-from ..spec.plan import DraftContext
+from ..spec.plan import CyclePlan, DraftContext
 from ..types import GREEDY_EPS, MAX_DRAFT, NO_DRAFT, DraftPlan
 from .step import Request, ScheduledSeq, Seq
 
@@ -27,6 +27,8 @@ class DraftPolicy:
     max_context: int
     graphs: bool  # steps run as CUDA graphs
     trees: bool  # the fastest executor runs trees at the cost of their rows
+    # by drafter, positions that its drafts write at (`Drafter.block_rows`)
+    block_rows: Mapping[str | None, int] = field(default_factory=dict)
 
     def admit(self, seq: Seq) -> None:
         """What this request may draft, as far as it is the same in every step. Drafts are chains where a row could have
@@ -48,24 +50,37 @@ class DraftPolicy:
             nodes = MAX_DRAFT if auto else 0
         seq.tree_nodes = nodes if self.can.trees and request.drafter != "ngram" else 0
 
-    def plan(self, ready: list[Seq]) -> list[DraftPlan]:
-        """Drafter and K of each decoding sequence: the requested K, else the controller's."""
-        plans: list[DraftPlan] = []
+    def choose(self, ready: list[Seq]) -> tuple[list[DraftPlan], CyclePlan | None]:
+        """Drafter and K of each decoding sequence: the requested K, else the controller's, with its proposal, which
+        `commit` books if the step runs. Nothing changes a K after this."""
         widest = self.can.widest(len(ready), self.graphs)
+        plans: list[DraftPlan] = []
         for seq in ready:
             if seq.draft_tokens is None and self.controller.drafters:
                 return self._choose(ready, widest)
             plans.append(self._fixed(seq, widest) if seq.draft_tokens else NO_DRAFT)
-        return plans
+        return plans, None
 
-    def _choose(self, ready: list[Seq], widest: int) -> list[DraftPlan]:
+    def commit(self, cycle: CyclePlan) -> None:
+        self.controller.commit(cycle)
+
+    def _choose(self, ready: list[Seq], widest: int) -> tuple[list[DraftPlan], CyclePlan]:
         index = ready[0].ngram if len(ready) == 1 else None
-        planned = self.controller.reuse_plan([seq.id for seq in ready], index.match() if index is not None else 0)
-        if planned is not None:
-            planned = [self._shortened(c, s, widest) for c, s in zip(planned, ready)]
+        earlier = self.controller.reuse([seq.id for seq in ready], index.match() if index is not None else 0)
+        if earlier is not None:
+            cycle = CyclePlan(earlier, reused=True)
+            plans = [self._shortened(plan, seq, widest) for plan, seq in zip(earlier, ready)]
         else:
-            planned = self.controller.plan([self._context(seq, widest) for seq in ready])
-        return [c if s.draft_tokens is None else self._fixed(s, widest) for c, s in zip(planned, ready)]
+            cycle = self.controller.propose([self._context(seq, widest) for seq in ready])
+            plans = cycle.plans
+        chosen = [plan if seq.draft_tokens is None else self._fixed(seq, widest) for plan, seq in zip(plans, ready)]
+        return chosen, cycle
+
+    def positions(self, plan: DraftPlan) -> int:
+        """Positions from the newest token on that a draft needs pages for."""
+        if plan.k == 0:
+            return 0
+        return max(plan.max_drafted, self.block_rows.get(plan.drafter, 0) - 1)
 
     def _shortened(self, plan: DraftPlan, seq: Seq, widest: int) -> DraftPlan:
         """A plan of some steps ago, as far as it is still possible."""
@@ -116,6 +131,8 @@ class DraftPolicy:
             return most if seq.ngram is not None and seq.ngram.match() else 0
         if not seq.has_features or name in seq.failed_drafters:
             return 0
+        if name in self.block_rows and len(seq.tokens) + self.block_rows[name] - 1 > self.max_context:
+            return 0  # a block would be written beyond the context
         return min(most, seq.offered.get(name, 0))
 
     def copies(self, request: Request) -> bool:

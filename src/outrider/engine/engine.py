@@ -96,8 +96,6 @@ class Engine:
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
-        rest = (self.granularity, self.can.replay_rows, config.prefix_cache, self.max_context, block_rows)
-        self.scheduler = Scheduler(self.store, self.max_batch, self.prefill, *rest)
         self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -107,7 +105,26 @@ class Engine:
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
         trees = self.executors[0].trees
-        self.policy = DraftPolicy(controller, drafter, spec, self.can, self.max_context, self.graphs, trees)
+        self.policy = DraftPolicy(
+            controller=controller,
+            drafter=drafter,
+            spec=spec,
+            can=self.can,
+            max_context=self.max_context,
+            graphs=self.graphs,
+            trees=trees,
+            block_rows=block_rows,
+        )
+        self.scheduler = Scheduler(
+            cache=self.store,
+            max_batch=self.max_batch,
+            prefill=self.prefill,
+            granularity=self.granularity,
+            replay_rows=self.can.replay_rows,
+            prefix_cache=config.prefix_cache,
+            draft_policy=self.policy,
+            max_context=self.max_context,
+        )
         self.timer = StepTimer(self.runner, self.prefill, self.policy)
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
         # called when the host has nothing to do until the device is done with a step
@@ -237,12 +254,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        """Another step has work, or results to deliver."""
         if self._events or not self._seqs:
             return bool(self._events)
-        # else the waiting requests wait for a command
-        room = len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0
-        runs = any(not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values())
-        return runs or self._pending is not None
+        return self._pending is not None or self.scheduler.busy
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
@@ -254,14 +269,12 @@ class Engine:
             self._complete()  # a grammar's next masks depend on the emitted tokens
         if self.store.disk is not None:
             self.store.disk.drain()
-        batch = self.scheduler.plan(self.policy.plan)
-        for item in batch.decode:
-            if item.plan.stop or item.plan.drop:
-                batch.trust = self.policy.trust(batch.decode)
-                break
+        step_plan = self.scheduler.schedule()
+        batch = step_plan.batch
         self.timer.begin()
         executor, plan = pick(self.executors, batch)
         if executor.async_results or self._pending is None:
+            self.scheduler.commit_plan(step_plan)
             pending = executor.launch(plan) if batch.decode or batch.prompts else None
             if pending is not None and (batch.prompts or pending.inflight_tokens):
                 self._launched(pending)
@@ -272,7 +285,7 @@ class Engine:
             if not executor.async_results:
                 self._complete()
         else:
-            self._complete()  # it was planned before the step in flight was read: plan again
+            self._complete()  # scheduled before the step in flight was read: discard the plan, schedule again
         while self.policy.controller.warnings:
             log.warning(self.policy.controller.warnings.pop(0))
         self._metrics.steps += 1

@@ -1,23 +1,27 @@
 """Decides which sequences run in a step, and how many tokens of each. Torch-free.
 
 A step holds the decode rows of every running sequence and prompt chunks up to a budget, so a long prompt delays
-streams little. An image that may not be split exceeds it, and the next waits until later steps have made up for that;
-so do prompts of a client next to streams of others (`PrefillBudget.charge`). When pages run out the youngest sequence
-is preempted: it waits at the head of the queue, and its K/V is recomputed with the same bits.
+streams little. An image that may not be split exceeds it; overspending is repaid from later steps' budgets, as are a
+client's prompts next to streams of others (`PrefillBudget.charge`). When pages run out a paused sequence is preempted,
+else the youngest: it waits at the head of the queue, and its K/V is recomputed with the same bits.
+
+`schedule` may be called again before its plan runs: admissions, reserved pages and preemptions stay, everything that
+would count twice is booked by `commit_plan` alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..types import NO_DRAFT, DraftPlan
+from ..types import DraftPlan
 from .prefill_budget import PrefillBudget
-from .step import ScheduledSeq, Seq, StepBatch
+from .step import PrefillDebt, ScheduledSeq, Seq, StepBatch, StepPlan
 
 if TYPE_CHECKING:
     from ..cache.store import KVStore
+    from .draft_policy import DraftPolicy
 
 DONE = object()
 
@@ -31,26 +35,23 @@ class Scheduler:
         granularity: int,
         replay_rows: int,
         prefix_cache: bool,
+        draft_policy: DraftPolicy,
         max_context: int = 1 << 30,
-        block_rows: Mapping[str | None, int] | None = None,
     ):
         """`granularity`: prefix hits are multiples of it. `replay_rows`: outputs of preempted sequences are recomputed
-        in chunks of at most this many rows, so that the same kernels run as the first time. `block_rows`: by drafter,
-        positions that its drafts write at (`Drafter.block_rows`)."""
+        in chunks of at most this many rows, so that the same kernels run as the first time."""
         self.cache = cache
         self.max_batch = max_batch
         self.prefill = prefill
         self.granularity = granularity
         self.replay_rows = replay_rows
         self.prefix_cache = prefix_cache
+        self.draft_policy = draft_policy
         self.max_context = max_context
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
-        self.block_rows = block_rows or {}
-        # prompt rows beyond the budgets of the steps since then: of unsplit images, and by client
-        self._overdrawn = 0
-        self._charged = dict[str, int]()
+        self._debt = PrefillDebt()
 
     def add(self, seq: Seq) -> None:
         self.waiting.append(seq)
@@ -64,10 +65,10 @@ class Scheduler:
             self.cache.close(seq.cache)
             seq.cache = None
 
-    def plan(self, choose: Callable[[list[Seq]], list[DraftPlan]]) -> StepBatch:
-        """`choose` returns drafter and K for each decoding sequence."""
+    def schedule(self) -> StepPlan:
+        """The next step: its sequences, their prompt chunks, and drafter and K of each that decodes."""
         batch = StepBatch()
-        before = self.preemptions
+        preemptions = self.preemptions
         if self.waiting:
             self._admit()
         ready: list[Seq] = []
@@ -78,46 +79,57 @@ class Scheduler:
             over = ahead and (size + 1 >= seq.max_total_tokens or size + ahead >= self.max_context)
             if seq.computed == size - 1 and not seq.paused and not over:
                 ready.append(seq)
-        for seq, plan in zip(ready, choose(ready) if ready else ()):
-            if seq.cache is not None:  # else an older one has preempted it in this step
-                self._decode(batch, seq, plan)
-        if self._overdrawn or self._charged:
-            made_up = self.prefill.with_decodes if ready else 1 << 30
-            self._overdrawn = max(0, self._overdrawn - made_up)
-            self._charged = {client: rows - made_up for client, rows in self._charged.items() if rows > made_up}
+        cycle = None
+        if ready:
+            plans, cycle = self.draft_policy.choose(ready)
+            for seq, plan in zip(ready, plans, strict=True):
+                if seq.cache is not None:  # else an older one has preempted it in this step
+                    self._decode(batch, seq, plan)
+        debt = self._debt
+        if debt.overdrawn or debt.charged:
+            debt = debt.repaid(self.prefill.with_decodes if ready else 1 << 30)
         if len(ready) < len(self.running):
-            self._prompts(batch, ready)
-        if self.preemptions != before:
-            live = {id(s) for s in self.running}
+            debt = self._prompts(batch, ready, debt)
+        if self.preemptions != preemptions:
+            live = {id(seq) for seq in self.running}
             batch.prompts = [item for item in batch.prompts if id(item.seq) in live]
             batch.decode = [item for item in batch.decode if id(item.seq) in live]
-        return batch
+        for item in batch.decode:
+            if item.plan.stop or item.plan.drop:
+                batch.trust = self.draft_policy.trust(batch.decode)
+                break
+        return StepPlan(batch, cycle, debt)
+
+    def commit_plan(self, plan: StepPlan) -> None:
+        """Book a plan that is about to run."""
+        self._debt = plan.debt
+        if plan.cycle is not None:
+            self.draft_policy.commit(plan.cycle)
+
+    @property
+    def busy(self) -> bool:
+        """Another step can make progress: paused sequences wait for a command, and give way to those that do not."""
+        return any(not seq.paused for seq in self.running) or any(not seq.paused for seq in self.waiting)
 
     def _decode(self, batch: StepBatch, seq: Seq, plan: DraftPlan) -> None:
-        """Schedule a decoding sequence if pages can be reserved. The plan may have been made some steps ago."""
+        """Schedule a decoding sequence if pages can be reserved."""
         size = len(seq.tokens)
         slot = seq.held.slot
-        ahead = 0
-        if plan.k:
-            if size + plan.nodes > self.max_context:
-                plan = plan._replace(nodes=0)
-            ahead = max(plan.max_drafted, self.block_rows.get(plan.drafter, 0) - 1)
-            if plan.drafter in self.block_rows and size + ahead > self.max_context:
-                plan = NO_DRAFT
-                ahead = 0
-        if not self._reserve(seq, size + seq.num_inflight_tokens + ahead):
+        if not self._reserve(seq, size + seq.num_inflight_tokens + self.draft_policy.positions(plan)):
             return
         guess: Sequence[int] | None = None
         if plan.drafter == "ngram" and seq.ngram is not None:
             guess = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
-            plan = plan._replace(nodes=0) if guess else NO_DRAFT  # else the match has ended since
         batch.decode.append(ScheduledSeq(seq, slot, size - 1, plan=plan, guess=guess))
 
-    def _prompts(self, batch: StepBatch, decoding: list[Seq]) -> None:
+    def _prompts(self, batch: StepBatch, decoding: list[Seq], debt: PrefillDebt) -> PrefillDebt:
+        """Schedule prompt chunks within the budget. Returns the debt after them."""
+        overdrawn = debt.overdrawn
+        charged = dict(debt.charged)
         budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))
         streaming = {seq.request.client for seq in decoding}
         half = budget // 2
-        waiting = self._by_turn() if beside else list(self.running)
+        waiting = self._by_turn(debt) if beside else list(self.running)
         for seq in waiting:
             if seq.cache is None:
                 continue
@@ -127,7 +139,7 @@ class Scheduler:
             planned = count
             count = seq.chunk_end(start, start + count) - start
             unbroken = count > planned  # an image that may not be split: the budget is exceeded, or it would never run
-            if count <= 0 or (self._overdrawn if unbroken else count > budget and batch.prompts):
+            if count <= 0 or (overdrawn if unbroken else count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
                 wanted = start + count == len(seq.tokens) - 1 and seq.drafts_from_hidden
@@ -135,22 +147,26 @@ class Scheduler:
                 budget -= count
                 if beside:
                     client = seq.request.client
-                    self._overdrawn = self._overdrawn + max(0, -budget)
-                    charged = self.prefill.charge(count, len(streaming - {client}))
-                    self._charged[client] = self._charged.get(client, 0) + charged
+                    overdrawn += max(0, -budget)
+                    rows = self.prefill.charge(count, len(streaming - {client}))
+                    charged[client] = charged.get(client, 0) + rows
             if budget <= 0:
                 break
+        return PrefillDebt(overdrawn, charged)
 
-    def _by_turn(self) -> list[Seq]:
+    def _by_turn(self, debt: PrefillDebt) -> list[Seq]:
         """Prompts next to decoding sequences, without clients that had their share: the one with the fewest tokens
         left, which never waits for a long one, then the oldest first."""
-        waiting = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in self._charged]
+        waiting = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in debt.charged]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
-            seq = self.waiting[0]
+        """Give slots and pages to waiting sequences, in order. Paused ones stay where they are, and give way."""
+        while (seq := next((seq for seq in self.waiting if not seq.paused), None)) is not None:
+            full = len(self.running) >= self.max_batch or self.cache.free_slots == 0
+            if full and not self._preempt_paused():
+                return
             root = seq.prefix_root
             keys = seq.cache_keys[:-1]
             if self.cache.disk is not None:
@@ -161,11 +177,13 @@ class Scheduler:
             if not self.cache.fits(seq.cache, len(seq.tokens)):
                 self.cache.close(seq.cache)
                 seq.cache = None
+                if self._preempt_paused():
+                    continue
                 return  # it waits until pages are free
             seq.computed = hit
             seq.has_features = False
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, hit)
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             self.running.append(seq)
 
     def _next_chunk(self, seq: Seq) -> tuple[int, int]:
@@ -179,17 +197,32 @@ class Scheduler:
         return start, count
 
     def _reserve(self, seq: Seq, positions: int) -> bool:
-        """Reserve pages for `positions`, preempting younger sequences (and finally this one) if there are none."""
+        """Reserve pages for `positions`, preempting paused and younger sequences (and finally this one) if there are
+        none."""
         while not self.cache.reserve(seq.held, positions):
-            victim = self.running[-1]
-            self.preemptions += 1
-            self.running.pop()
-            self.cache.close(victim.held)
-            victim.cache = None
-            victim.has_features = False
-            victim.num_inflight_tokens = 0
-            victim.computed = 0
-            self.waiting.appendleft(victim)
+            victim = self._youngest_paused() or self.running[-1]
+            self._preempt(victim)
             if victim is seq:
                 return False
         return True
+
+    def _youngest_paused(self) -> Seq | None:
+        return next((seq for seq in reversed(self.running) if seq.paused), None)
+
+    def _preempt_paused(self) -> bool:
+        """Preempt a paused sequence, if there is one."""
+        victim = self._youngest_paused()
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _preempt(self, victim: Seq) -> None:
+        """Take its slot and pages; it is admitted again before the sequences that came after it."""
+        self.preemptions += 1
+        self.running.remove(victim)
+        self.cache.close(victim.held)
+        victim.cache = None
+        victim.has_features = False
+        victim.num_inflight_tokens = 0
+        victim.computed = 0
+        self.waiting.appendleft(victim)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..spec.plan import CostPart, VerifiedTree
+from ..spec.plan import CostPart, CyclePlan, VerifiedTree
 from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams, SoftSpan
 
 if TYPE_CHECKING:
@@ -160,6 +160,27 @@ class StepBatch:
     def adapted(self) -> bool:
         """Some sequence decodes with an adapter."""
         return any([item.seq.adapter is not None for item in self.decode])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDebt:
+    """Prompt rows beyond the budgets of earlier steps, to be repaid from later ones."""
+
+    overdrawn: int = 0  # of images that may not be split
+    charged: Mapping[str, int] = field(default_factory=dict)  # by client
+
+    def repaid(self, rows: int) -> PrefillDebt:
+        charged = {client: charge - rows for client, charge in self.charged.items() if charge > rows}
+        return PrefillDebt(max(0, self.overdrawn - rows), charged)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The scheduler's decision about the next step. Nothing is booked until `Scheduler.commit_plan`."""
+
+    batch: StepBatch
+    cycle: CyclePlan | None  # what the controller proposed for the decoding sequences
+    debt: PrefillDebt  # after this step
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import AcceptanceProfile, AcceptanceTable, CycleStats, DrafterStats, PositionStats, Source
 from .cost import CostTable, at_k
-from .plan import DEEPEST, TIMED, Candidate, CostPart, DraftContext, SeqState, VerifiedTree
+from .plan import DEEPEST, TIMED, Candidate, CostPart, CycleBookings, CyclePlan, DraftContext, SeqState, VerifiedTree
 from .tuning import Tuning, match_range
 
 Rated = dict[str | None, Candidate]  # by drafter
@@ -31,7 +31,8 @@ Array = NDArray[np.float64]
 
 
 class Controller:
-    """`plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a request's end."""
+    """`propose` and `commit` before a cycle; `observe` per sequence and `observe_step` once after it; `finish` at the end
+    of a request."""
 
     def __init__(
         self,
@@ -63,10 +64,16 @@ class Controller:
 
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        self.planned = True
+        """Propose and commit at once, for callers whose every plan runs."""
+        cycle = self.propose(seqs)
+        self.commit(cycle)
+        return cycle.plans
+
+    def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
+        """Drafter and K of each sequence. Nothing is booked until `commit`, so a proposal may be discarded."""
         self._apply_observations()
         if not seqs:
-            return []
+            return CyclePlan([])
         size = len(seqs)
         context = sum(view.context for view in seqs) // len(seqs)
         tuning = self.tuning
@@ -74,43 +81,77 @@ class Controller:
         states = [self._seqs.get(view.id) or self._seqs.setdefault(view.id, SeqState(wait)) for view in seqs]
         rated = self._rate_one(seqs[0], states[0]) if size == 1 else self._rate_batch(seqs, states, context)
         margin = tuning.margin if size == 1 else tuning.batch_margin
-        plain = Candidate(size / self.cost.curve(None, size, context)[0] * (1.0 + margin), [NO_DRAFT] * size)
-        best = max([plain, *rated.values()], key=lambda one: one.rate)
-        rival = self._rival(rated, best, context) if len(rated) > 1 else None
+        plain_rate = size / self.cost.curve(None, size, context)[0] * (1.0 + margin)
+        plain = Candidate(plain_rate, [NO_DRAFT] * size)
+        best = max([plain, *rated.values()], key=lambda candidate: candidate.rate)
+        bookings = CycleBookings(seqs, states, context)
+        rival = self._rival(rated, best, bookings) if len(rated) > 1 else None
         chosen = best if rival is None else rival
         plans = [self._ending(view, plan, context, size, best.rate) for view, plan in zip(seqs, chosen.plans)]
         if best is plain:
-            for i, (view, seq) in enumerate(zip(seqs, states, strict=True)):
-                plans[i] = self._maybe_probe(view, seq, context, size)
+            for i, (view, state) in enumerate(zip(seqs, states, strict=True)):
+                plans[i] = self._maybe_probe(view, state, bookings)
                 if plans[i].k:
                     break  # one probe per cycle, since the whole batch pays for it
         elif size == 1:
-            states[0].interval = states[0].wait = wait
-        self._note(seqs, states, plans, context)
-        once = rival is not None or any(seq.probing for seq in states)
-        self._hold(seqs, plans, once, states[0].loss_budget)
-        return plans
+            bookings.drafting_alone = True
+        return CyclePlan(plans, bookings)
 
-    def _rival(self, rated: Rated, best: Candidate, context: int) -> Candidate | None:
+    def commit(self, cycle: CyclePlan) -> None:
+        """Book a proposal whose cycle is about to run: probes, comparisons, expected times, how long it is kept."""
+        self.planned = True
+        if cycle.reused:
+            self._rest -= 1
+        bookings = cycle.bookings
+        if bookings is None:
+            return
+        tuning = self.tuning
+        if bookings.network_drafter is not None:
+            self._book_comparison(bookings, bookings.network_drafter)
+        for state in bookings.waited:
+            state.wait -= 1
+        probing = bookings.probing
+        if probing is not None:
+            probing.interval = min(tuning.probe_last, 2 * probing.interval)
+            probing.wait = probing.interval
+            probing.probing = True
+        if bookings.drafting_alone:
+            state = bookings.states[0]
+            state.interval = tuning.probe_first
+            state.wait = tuning.probe_first
+        self._note(bookings, cycle.plans)
+        once = bookings.compares or any(state.probing for state in bookings.states)
+        self._hold(bookings.views, cycle.plans, once, bookings.states[0].loss_budget)
+
+    def _rival(self, rated: Rated, best: Candidate, bookings: CycleBookings) -> Candidate | None:
         """In some cycles the network drafter not in use drafts: they teach about it, count as probes, become rarer."""
         tuning = self.tuning
         network = {name: one for name, one in rated.items() if name and not self.cost.free(name)}
         used = next((name for name, one in network.items() if one is best), None)
         if used is None or len(network) == 1:
             return None
+        bookings.network_drafter = used
+        wait = self._wait if used == self._used else tuning.compare_first
+        rival = max((one for one in network.values() if one is not best), key=lambda one: one.rate)
+        seconds = self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in rival.plans], bookings.context)
+        loss = max(0.0, seconds * (1.0 - rival.rate / best.rate))
+        if wait > 1 or self._explored + loss > tuning.explore * self._time:
+            return None
+        bookings.compares = True
+        bookings.comparison_loss = loss
+        return rival
+
+    def _book_comparison(self, bookings: CycleBookings, used: str) -> None:
+        tuning = self.tuning
         if used != self._used:
             self._used = used
             self._interval = tuning.compare_first
             self._wait = tuning.compare_first
         self._wait -= 1
-        rival = max((one for one in network.values() if one is not best), key=lambda one: one.rate)
-        seconds = self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in rival.plans], context)
-        lost = max(0.0, seconds * (1.0 - rival.rate / best.rate))
-        if self._wait > 0 or self._explored + lost > tuning.explore * self._time:
-            return None
-        self._explored += lost
-        self._wait = self._interval = min(tuning.compare_last, 2 * self._interval)
-        return rival
+        if bookings.compares:
+            self._explored += bookings.comparison_loss
+            self._interval = min(tuning.compare_last, 2 * self._interval)
+            self._wait = self._interval
 
     def _rate_one(self, view: DraftContext, seq: SeqState) -> Rated:
         """By drafter, the plan with most tokens per second for a single sequence, of those whose loss it could bear."""
@@ -226,30 +267,30 @@ class Controller:
             k -= 1
         return k
 
-    def _maybe_probe(self, view: DraftContext, seq: SeqState, context: int, size: int) -> DraftPlan:
+    def _maybe_probe(self, view: DraftContext, state: SeqState, bookings: CycleBookings) -> DraftPlan:
         """A token of the drafter that costs least. It does not end early: a token left out would not be measured."""
         offered = [name for name in self.drafters if self._offer(view, name) is not None]
         if not offered:
             return NO_DRAFT
         tuning = self.tuning
+        size = len(bookings.views)
+        context = bookings.context
         name = min(offered, key=lambda name: self.cost.curve(name, size, context)[1])
         times = self.cost.curve(name, size, context)
         reading = self._catch_up_cost(view, name) * min(view.remaining, tuning.horizon)
-        seq.wait -= 1
-        if seq.wait > 0 or self._explored + times[1] - times[0] + reading > tuning.explore * self._time:
+        bookings.waited.append(state)
+        if state.wait > 1 or self._explored + times[1] - times[0] + reading > tuning.explore * self._time:
             return NO_DRAFT
-        seq.wait = seq.interval = min(tuning.probe_last, seq.interval * 2)
-        seq.probing = True
+        bookings.probing = state
         return DraftPlan(name, 1)
 
-    def reuse_plan(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
+    def reuse(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
         """The last plan, if it is still valid for this batch (of a single sequence: unless it found a longer match);
-        None: plan again. Planning takes a few percent of a step, so a plan is kept for some steps if the batch drafts,
-        and for one, three, seven, then fifteen while the same sequences decode plainly. The caller shortens a draft
-        that has become longer than the rest of the output."""
+        None: propose again. Planning takes a few percent of a step, so a plan is kept for some steps if the batch
+        drafts, and for one, three, seven, then fifteen while the same sequences decode plainly. The caller shortens a
+        draft that has become longer than the remaining output, and commits it as a `CyclePlan` that is `reused`."""
         if self._rest == 0 or self._resting != ids or (len(ids) == 1 and match_range(match_len) > self._match):
             return None
-        self._rest -= 1
         return self._held
 
     def _hold(self, seqs: Sequence[DraftContext], plans: list[DraftPlan], once: bool, gained: float) -> None:
@@ -313,8 +354,10 @@ class Controller:
                 rated[runs] = Candidate(rate, plans)
         return rated
 
-    def _note(self, seqs: Sequence[DraftContext], states: list[SeqState], plans: list[DraftPlan], context: int) -> None:
+    def _note(self, bookings: CycleBookings, plans: list[DraftPlan]) -> None:
         """Account for the cycle about to run: its cost compared with a plain one."""
+        seqs = bookings.views
+        context = bookings.context
         size = len(seqs)
         only = plans[0]
         plain = self.cost.curve(None, len(seqs), context)[0]
@@ -323,7 +366,7 @@ class Controller:
             curve: Sequence[float] = self.cost.curve(only.drafter, 1, context, tree)
         else:
             curve = [self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in plans], context)]
-        for view, seq, plan in zip(seqs, states, plans, strict=True):
+        for view, seq, plan in zip(seqs, bookings.states, plans, strict=True):
             seq.curve = curve
             seq.plain = plain / size
             seq.step = plain
@@ -331,6 +374,7 @@ class Controller:
             seq.fixed = view.fixed
             match = match_range(view.match_len) if plan.drafter == "ngram" else 0
             seq.source = Source(plan.drafter or "", match, view.adapter)
+            seq.committed = True
             self._time += curve[min(plan.k, len(curve) - 1)] / size
 
     # ---- after a cycle ----
@@ -373,7 +417,7 @@ class Controller:
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
         self._cycle.append((drafter, drafted, steps))
         seq = self._seqs.get(id)
-        if seq is None:  # never planned here: its K was chosen elsewhere
+        if seq is None or not seq.committed:  # never planned here: its K was chosen elsewhere
             return
         seq.tokens += accepted + 1
         if drafter is None or seq.fixed or (drafted == 0 and confidence is None):

@@ -1,9 +1,9 @@
-"""The controller's input per sequence (`DraftContext`) and its state (`SeqState`)."""
+"""The controller's input per sequence (`DraftContext`), its state (`SeqState`) and its proposal (`CyclePlan`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ..types import DraftPlan, DraftTree
@@ -84,3 +84,28 @@ class SeqState:
         self.plain = 0.0  # this sequence's share of those
         self.planned = 0  # its K as planned; a draft that ends itself may be shorter
         self.fixed = False  # the request gives its K: nothing is learnt from it
+        self.committed = False  # some cycle of it was planned and run
+
+
+@dataclass
+class CycleBookings:
+    """Changes of the controller's accounts that a proposal causes if its cycle runs (`Controller.commit`)."""
+
+    views: Sequence[DraftContext]
+    states: Sequence[SeqState]  # of the same sequences
+    context: int  # their mean length
+    waited: list[SeqState] = field(default_factory=list)  # one cycle less until their next probe
+    probing: SeqState | None = None  # this sequence's draft is a probe
+    drafting_alone: bool = False  # a single sequence drafts: its probes start again from short intervals
+    network_drafter: str | None = None  # of two, the one that is better now
+    compares: bool = False  # the other one drafts in this cycle, to learn about it
+    comparison_loss: float = 0.0  # seconds that this is expected to cost
+
+
+@dataclass
+class CyclePlan:
+    """What the controller proposes for one cycle. A proposal that is not committed changes nothing."""
+
+    plans: list[DraftPlan]
+    bookings: CycleBookings | None = None
+    reused: bool = False  # an earlier cycle's proposal, run once more

@@ -21,7 +21,7 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.spec.mtp import MTPDrafter
-from outrider.spec.plan import DraftContext
+from outrider.spec.plan import CyclePlan, DraftContext
 from outrider.train import design
 from outrider.types import Draft, DraftPlan
 from outrider.weights.load import dummy_weights
@@ -46,8 +46,9 @@ class Told(Controller):
         self.widths: list[float] = []
         self.planned = True  # steps are reported to it from the first one on
 
-    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
-        return [DraftPlan(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
+    def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
+        lengths = [min(6, view.drafter_available.get(self.name, 0)) for view in seqs]
+        return CyclePlan([DraftPlan(self.name, k, self.stop, self.drop) for k in lengths])
 
     def observe(
         self,
@@ -129,14 +130,14 @@ class Beside(Told):
         self.drafters = (name, "ngram")
         self.copies = 0
 
-    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
+    def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
         out = []
         for v in seqs:
             name, most = ("ngram", 6) if v.id == "a" else (self.name, 2)
             k = min(most, v.drafter_available.get(name, 0))
             self.copies += name == "ngram" and k > 2 and len(seqs) > 1
             out.append(DraftPlan(name, k, self.stop, self.drop) if k else DraftPlan(None, 0))
-        return out
+        return CyclePlan(out)
 
 
 def test_beside_a_longer_copy_nothing_is_said_of_tokens_that_were_not_drafted() -> None:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
+from tests.engines import VOCAB, FixedDrafts, request, run, tiny_engine, tiny_model
 from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
@@ -18,14 +19,14 @@ from outrider.engine.engine import Engine
 from outrider.engine.memory import KVOptions
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Request, ScheduledSeq, Seq
+from outrider.engine.step import Request, ScheduledSeq, Seq, StepBatch
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.types import NO_DRAFT, DraftPlan, OutriderError, SamplingParams, SoftSpan
+from outrider.types import DraftPlan, OutriderError, SamplingParams, SoftSpan
 from outrider.weights.load import dummy_weights
 
 MODEL = tiny_model("llama")
@@ -184,15 +185,21 @@ class CountingCache:
         return None
 
 
+def next_step(scheduler: Scheduler) -> StepBatch:
+    plan = scheduler.schedule()
+    scheduler.commit_plan(plan)
+    return plan.batch
+
+
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(64), 64, 1 << 30, True)
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(64), 64, 1 << 30, True, FixedDrafts())
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
-    for chunk in scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs)).prompts:
+    for chunk in next_step(scheduler).prompts:
         chunk.seq.computed = chunk.start + chunk.count
     scheduler.add(long)
     for step in range(10):
-        plan = scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs))
+        plan = next_step(scheduler)
         assert [row.seq.id for row in plan.decode] == ["s"], "the running stream is in every step"
         assert sum(c.count for c in plan.prompts) <= 64
         for chunk in plan.prompts:
@@ -202,7 +209,7 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
 
 def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
     prefill = PrefillBudget(1024, batched=8192, with_decodes=512)
-    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, False)
+    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, False, FixedDrafts())
     made = [Seq(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
 
     def step(decoding: int, waiting: int) -> list[int]:
@@ -213,7 +220,7 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
             scheduler.add(seq)
             scheduler._admit()
             seq.computed = len(seq.tokens) - 1 if i < decoding else 0
-        plan = scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs))
+        plan = next_step(scheduler)
         assert len(plan.decode) == decoding
         return [item.count for item in plan.prompts]
 
@@ -225,13 +232,13 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
 
 def test_the_youngest_is_preempted() -> None:
     cache = CountingCache(4, 40)
-    scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, True)
+    scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, True, FixedDrafts(DraftPlan("d", 4)))
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
-    for chunk in scheduler.plan(lambda s: [NO_DRAFT] * len(s)).prompts:
+    for chunk in next_step(scheduler).prompts:
         chunk.seq.computed = chunk.start + chunk.count
-    plan = scheduler.plan(lambda s: [DraftPlan("d", 4)] * len(s))
+    plan = next_step(scheduler)
     assert [row.seq.id for row in plan.decode] == ["0", "1"]
     assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
     assert all(s.computed == 0 and s.cache is None for s in scheduler.waiting)
@@ -327,43 +334,45 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
 
 
 def test_beside_streams_prompts_come_in_small_pieces() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
+    scheduler = Scheduler(
+        CountingCache(4, 10_000), 4, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
+    )
     stream, long, short = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10)
     )
     for seq in (stream, long, short):
         scheduler.add(seq)
-    choose = lambda ready: [NO_DRAFT] * len(ready)
-    first = scheduler.plan(choose)
+    first = next_step(scheduler)
     assert [item.count for item in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
     stream.computed = 1
     counts = []
     while short.computed < 9:
-        batch = scheduler.plan(choose)
+        batch = next_step(scheduler)
         assert [item.seq for item in batch.decode] == [stream]
         counts.append([item.count for item in batch.prompts])
         for item in batch.prompts:
             item.seq.computed += item.count
     assert counts == [[8, 8], [1, 15]]  # sixteen in all: of the one that is soonest done, the rest of the oldest
-    assert [item.count for item in scheduler.plan(choose).prompts] == [16]
+    assert [item.count for item in next_step(scheduler).prompts] == [16]
 
 
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     """Six of one client's come together: a step has as many rows of prompts as with one, and all of them are done in
     the end."""
-    scheduler = Scheduler(CountingCache(8, 10_000), 8, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
+    scheduler = Scheduler(
+        CountingCache(8, 10_000), 8, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
+    )
     stream, *many = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
     )
     scheduler.add(stream)
-    choose = lambda ready: [NO_DRAFT] * len(ready)
-    scheduler.plan(choose)
+    next_step(scheduler)
     stream.computed = 1
     for seq in many:
         scheduler.add(seq)
     steps = 0
     while any(seq.computed < 39 for seq in many):
-        batch = scheduler.plan(choose)
+        batch = next_step(scheduler)
         steps = steps + 1
         assert stream in [item.seq for item in batch.decode] and 0 < sum(item.count for item in batch.prompts) <= 16
         for item in batch.prompts:
@@ -375,18 +384,19 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
 def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int) -> None:
     """Of one client, next to streams of others: a piece in each step, in every second, or in every third. A short prompt
     of another client does not wait for that."""
-    scheduler = Scheduler(CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
+    scheduler = Scheduler(
+        CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
+    )
 
     def seq(client: str, length: int) -> Seq:
         return Seq(Request(client, [1] * length, SamplingParams(max_tokens=99), client=client), 0.0, [1] * length)
 
-    choose = lambda ready: [NO_DRAFT] * len(ready)
     decoding = [seq("many", 2), *(seq(f"stream {i}", 2) for i in range(streams))]
     long = seq("many", 161)
     short = seq("other", 5)
     for one in decoding:
         scheduler.add(one)
-    scheduler.plan(choose)
+    next_step(scheduler)
     for one in decoding:
         one.computed = 1
     scheduler.add(long)
@@ -394,7 +404,7 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
     while long.computed < 160:
         if steps == 4:
             scheduler.add(short)
-        batch = scheduler.plan(choose)
+        batch = next_step(scheduler)
         steps = steps + 1
         assert len(batch.decode) == len(decoding) and sum(item.count for item in batch.prompts) <= 16
         if steps == 5:
@@ -410,21 +420,22 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
 def test_images_of_others_leave_a_stream_its_share() -> None:
     """Three of 160 rows that may not be split, each with a line of text: one in a step, and the next when the steps
     between them have had fewer rows by as many. Texts do not wait for that."""
-    scheduler = Scheduler(CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True)
+    scheduler = Scheduler(
+        CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
+    )
     soft_spans = (SoftSpan(4, torch.zeros(160, 1), b"x", True),)
     stream, text, *seen = (
         Seq(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), spans=spans), 0.0, [1] * n)
         for i, (n, spans) in enumerate([(2, ()), (99, ()), *[(170, soft_spans)] * 3])
     )
-    choose = lambda ready: [NO_DRAFT] * len(ready)
     scheduler.add(stream)
-    scheduler.plan(choose)
+    next_step(scheduler)
     stream.computed = 1
     for seq in (text, *seen):
         scheduler.add(seq)
     rows: list[int] = []
     while any(seq.computed < len(seq.tokens) - 1 for seq in (text, *seen)):
-        batch = scheduler.plan(choose)
+        batch = next_step(scheduler)
         rows.append(sum(item.count for item in batch.prompts))
         for item in batch.prompts:
             item.seq.computed += item.count
@@ -449,14 +460,14 @@ def test_a_server_s_prompts_come_in_pieces_even_where_nobody_decodes() -> None:
 def test_the_controller_knows_of_those_whose_k_was_asked_for() -> None:
     engine = tiny_engine(k=None)
     seen: list[list[bool]] = []
-    plan = engine.controller.plan
-    engine.controller.plan = lambda views: seen.append([v.fixed for v in views]) or plan(views)  # type: ignore[method-assign, func-returns-value]
+    propose = engine.controller.propose
+    engine.controller.propose = lambda views: seen.append([v.fixed for v in views]) or propose(views)  # type: ignore[method-assign, func-returns-value]
     run(engine, [request("free", [3, 5, 7]), replace(request("asked", [4, 5, 7]), draft_tokens=0)])
     assert [False, True] in seen
 
 
-def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:
-    """An engine whose places are all held by paused requests can do nothing for one that waits: it would spin."""
+def test_a_request_runs_while_paused_ones_hold_all_slots() -> None:
+    """It waited until one of them was read, however long that took."""
     requests = [request(f"r{i}", [3 + i, 5, 7, 5, 7], temperature=0.8, seed=i) for i in range(3)]
     want = run(tiny_engine(), requests)
     engine = tiny_engine(max_batch=2)
@@ -474,12 +485,13 @@ def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:
         engine.pause(r.id, True)
     assert not engine.busy
     engine.submit(requests[2])
-    assert not engine.busy
-    engine.pause("r1", False)
-    assert engine.busy
     while engine.busy:
         step()
-    assert [len(got[r.id]) == 24 for r in requests] == [False, True, True], "r1 made room, r0 is still paused"
+    assert [len(got[r.id]) == 24 for r in requests] == [False, False, True]
+    engine.pause("r1", False)
+    while engine.busy:
+        step()
+    assert [len(got[r.id]) == 24 for r in requests] == [False, True, True], "r0 is still paused"
     engine.pause("r0", False)
     while engine.busy:
         step()
@@ -493,3 +505,64 @@ def test_a_seed_of_numpy_is_its_number() -> None:
         run(tiny_engine(), [request("a", [3, 4, 5], temperature=1.0, seed=seed)])["a"] for seed in (-7, np.int64(-7))
     )
     assert got == want
+
+
+@pytest.mark.parametrize("scarce", ["pages", "slots"])
+def test_a_paused_request_gives_way_to_others(scarce: str) -> None:
+    """It kept its pages while another waited for them: the engine was busy, and thousands of steps did nothing."""
+    limits = {"pages": {"kv_tokens": 60, "max_context": 56}, "slots": {"max_batch": 1}}[scarce]
+    requests = [request(name, [3 + i] * 20, temperature=0.8, seed=i) for i, name in enumerate(("paused", "other"))]
+    want = run(tiny_engine(prefix_cache=False), requests)
+    engine = tiny_engine(prefix_cache=False, **limits)
+    got = {r.id: list[int]() for r in requests}
+
+    def step() -> bool:
+        events = engine.step()
+        for event in events:
+            got[event.id] += event.tokens
+        return bool(events)
+
+    engine.submit(requests[0])
+    while len(got["paused"]) < 4:
+        step()
+    engine.pause("paused", True)
+    engine.submit(requests[1])
+    empty = 0
+    while engine.busy and empty < 50:
+        empty = 0 if step() else empty + 1
+    assert len(got["other"]) == 24 and not engine.busy, "it waits for a paused request"
+    engine.pause("paused", False)
+    while engine.busy:
+        step()
+        engine.check()
+    assert got == want
+
+
+def test_a_discarded_plan_costs_the_controller_nothing() -> None:
+    """A step scheduled before the one in flight was read is scheduled again. Each plan was booked: probes, seconds."""
+    engine = tiny_engine("llama", model=MODEL, k=None, graphs=True)
+    controller = engine.controller
+    graphs = engine.executors[0]
+    plan_of = graphs.plan
+    steps = 0
+    proposals = 0
+    propose = controller.propose
+
+    def sometimes(batch: StepBatch) -> Any:
+        nonlocal steps
+        steps += 1
+        return None if steps % 3 == 0 else plan_of(batch)
+
+    def counted(seqs: Any) -> Any:
+        nonlocal proposals
+        proposals += 1
+        return propose(seqs)
+
+    graphs.plan = sometimes  # type: ignore[method-assign]
+    controller.propose = counted  # type: ignore[method-assign]
+    got = run(engine, [request("a", PROMPT, max_tokens=40)])
+    assert got == run(tiny_engine("llama", model=MODEL), [request("a", PROMPT, max_tokens=40)])
+    cycles = engine.metrics.cycles
+    assert proposals > cycles, "no plan was discarded"
+    plain = controller.cost.curve(None, 1, 20)[0]
+    assert controller._time == pytest.approx(cycles * plain, rel=0.3), "more cycles are booked than ran"

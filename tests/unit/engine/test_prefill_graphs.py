@@ -55,7 +55,7 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(
         engine.runner.features.zero_()
         engine.prefill.with_decodes = 0  # whole chunks
         while any(seq.computed < len(seq.tokens) - 1 for seq in engine._seqs.values()):
-            batch = engine.scheduler.plan(lambda ready: [])
+            batch = engine.scheduler.schedule().batch
             engine.runner.prompts(batch.prompts, captured(engine).run if graphs else None)
             for item in batch.prompts:
                 item.seq.computed = item.start + item.count

@@ -145,7 +145,7 @@ def test_those_whose_k_was_asked_for_are_company():
     sizes.clear()
     assert controller.plan([view("b", mtp=0, fixed=True), view()])[0] == NO_DRAFT
     assert set(sizes) == {2}
-    assert controller.reuse_plan(["a"]) is None and controller.reuse_plan(["b", "a"]) is not None
+    assert controller.reuse(["a"]) is None and controller.reuse(["b", "a"]) is not None
 
 
 def test_without_drafters_everything_is_plain():
