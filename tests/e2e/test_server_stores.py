@@ -48,7 +48,8 @@ def line(id: str, url: str = CHAT, **body: Any) -> str:
 
 def ended(client: openai.OpenAI, id: str) -> Any:
     until(
-        lambda: client.batches.retrieve(id).status in ("completed", "failed", "cancelled"), lambda: "the batch runs on"
+        lambda: client.batches.retrieve(id).status in ("completed", "failed", "cancelled", "expired"),
+        lambda: "the batch runs on",
     )
     return client.batches.retrieve(id)
 
@@ -153,6 +154,42 @@ def test_a_line_may_take_longer_than_a_heartbeat(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.1)
         engine.go.set()
         assert rows(client, ended(client, batch.id).output_file_id)["slow"]["response"]["status_code"] == 200
+
+
+def test_a_line_may_take_longer_than_the_timeout_of_requests() -> None:
+    """Lines wait behind everything else of their client; with --timeout they died of it, with a final 408."""
+    engine = FakeEngine(TOK, hold=2)
+    with Served(engine, TOK, timeout=0.2, max_concurrent=2) as s:
+        client = s.client()
+        text = "\n".join(line(f"r{i}") for i in range(6))
+        file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        until(lambda: len(engine.running) == 2, lambda: "nothing runs")
+        with pytest.raises(openai.APIStatusError) as late:  # a request keeps its limit
+            client.chat.completions.create(model="fake", messages=HI)
+        assert late.value.status_code == 408
+        time.sleep(0.5)
+        engine.go.set()
+        batch = ended(client, batch.id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (6, 0)
+
+
+def test_a_batch_ends_with_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.server.batches.WINDOW_S", 0.5)
+    engine = FakeEngine(TOK, hold=2)
+    with Served(engine, TOK, max_concurrent=2) as s:
+        client = s.client()
+        text = "\n".join([line("bad", temperature=9), *(line(f"r{i}") for i in range(4)), "{"])
+        file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = ended(client, batch.id)
+        assert batch.status == "expired" and batch.expired_at
+        assert (batch.request_counts.total, batch.request_counts.failed) == (6, 6)
+        wrong = [json.loads(row) for row in client.files.content(batch.error_file_id).text.splitlines()]
+        codes = [row["error"] and row["error"]["code"] for row in wrong]
+        assert codes.count("batch_expired") >= 4 and len(codes) == 6
+        assert {"r0", "r1", "r2", "r3"} <= {row["custom_id"] for row in wrong}
+        s.settle()  # what ran is aborted
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -57,6 +57,9 @@ class EngineReplica:
     async def snapshot(self) -> Snapshot:
         return self._replica.snapshot()
 
+    async def whole(self, request: Forward) -> tuple[int, bytes]:
+        return await self._replica.whole(request)
+
     async def pid(self) -> tuple[str, int]:
         return self._replica.name, os.getpid()
 
@@ -88,11 +91,19 @@ class RayReplicas:
             raise
 
     async def snapshots(self) -> list[Snapshot]:
+        return [s for s in await self._broadcast("snapshot") if isinstance(s, Snapshot)]
+
+    async def gather(self, request: Forward) -> list[tuple[int, bytes]]:
+        return [answer for answer in await self._broadcast("whole", request) if isinstance(answer, tuple)]
+
+    async def _broadcast(self, method: str, *args: object) -> list[object]:
+        """Results of all replicas, with an exception in place of a failed one's."""
+        call = self._handle.broadcast(method, *args)
         try:
-            found = await self._handle.broadcast("snapshot").results_async(timeout_s=SNAPSHOT_S, return_exceptions=True)
+            results: list[object] = await call.results_async(timeout_s=SNAPSHOT_S, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError):
             return []
-        return [s for s in found if isinstance(s, Snapshot)]
+        return results
 
 
 class _Relayed(Response):

@@ -31,6 +31,7 @@ from ..server.ollama import OllamaWire
 from ..server.openai import OpenAIWire
 from ..server.responses import ResponsesWire
 from ..server.settings import ServerSettings
+from .owner import LISTS, merged_list, owner_of, replica_tag
 from .prefix import prefix_keys
 from .totals import Snapshot, Totals
 
@@ -56,10 +57,15 @@ class Forward:
     body: bytes
     client: str  # the client's identity, for fairness and limits
     prefix: tuple[bytes, ...] = ()
+    owner: str = ""  # tag of the replica that must answer (owner.py); empty: any
 
 
 class ReplicaLost(Exception):
     """The replica that had the request is lost, or is being removed."""
+
+
+class WrongReplica(Exception):
+    """A replica took the request that does not hold what it names, though another one may."""
 
 
 class ReplicaRefused(Exception):
@@ -75,6 +81,10 @@ class ReplicaSet(Protocol):
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
+
+    async def gather(self, request: Forward) -> list[tuple[int, bytes]]:
+        """Status and body of every replica's answer."""
+        ...
 
 
 class _Answer:
@@ -134,6 +144,9 @@ class Ingress:
             await (await own[scope["path"]]())(scope, receive, send)
             return
         forward = await _read(scope, receive)
+        if scope["path"] in LISTS and scope["method"] == "GET":
+            await (await self._listed(forward))(scope, receive, send)
+            return
         try:
             await unless_gone(Request(scope, receive), self._relay(forward, _Answer(send)))
         except ClientGone:
@@ -147,8 +160,10 @@ class Ingress:
     async def _relay(self, forward: Forward, answer: _Answer) -> None:
         for attempt in range(self._retries + 1):
             try:
-                await self._once(forward, answer)
+                await self._once(forward, answer, last=attempt == self._retries)
                 return
+            except WrongReplica:
+                continue
             except ReplicaLost:
                 if answer.flowing:
                     self._broken.inc()
@@ -164,13 +179,16 @@ class Ingress:
         self._unavailable.inc()
         raise ApiError(503, "No replica can take the request now.", retry_after=5, code="no_replica")
 
-    async def _once(self, forward: Forward, answer: _Answer) -> None:
-        """TimeoutError: no replica took it in time."""
+    async def _once(self, forward: Forward, answer: _Answer, last: bool) -> None:
+        """TimeoutError: no replica took it in time. `last`: no further attempt follows, so that a replica that does
+        not hold what is named may say that its owner is gone."""
         async with aclosing(self._replicas.send(forward)) as messages:  # type: ignore[type-var]  # an async generator
             async with asyncio.timeout(self._wait):
                 first = await anext(messages, None)
             if not isinstance(first, str):
                 raise ReplicaLost
+            if forward.owner and forward.owner != replica_tag(first) and not last:
+                raise WrongReplica
             ended = False
             async for batch in messages:
                 assert isinstance(batch, list)
@@ -204,6 +222,14 @@ class Ingress:
         }
         return JSONResponse(body, status_code=200 if ready else 503, headers={} if ready else {"Retry-After": "5"})
 
+    async def _listed(self, forward: Forward) -> Response:
+        """What a client has stored, on all replicas."""
+        answers = await self._replicas.gather(forward)
+        lists = [body for status, body in answers if status == 200]
+        if not lists:
+            raise ApiError(503, "No replica can take the request now.", retry_after=5, code="no_replica")
+        return JSONResponse(merged_list(lists))
+
     async def _live(self) -> Response:
         return JSONResponse({"status": "alive"})
 
@@ -215,5 +241,12 @@ async def _read(scope: Scope, receive: Receive) -> Forward:
     headers = (*kept, (b"x-request-id", state["request_id"].encode()), (b"content-length", str(len(body)).encode()))
     prefix = prefix_keys(body) if scope["method"] == "POST" else ()
     return Forward(
-        scope["method"], scope["path"], scope.get("query_string", b""), headers, body, state["client"], prefix
+        method=scope["method"],
+        path=scope["path"],
+        query=scope.get("query_string", b""),
+        headers=headers,
+        body=body,
+        client=state["client"],
+        prefix=prefix,
+        owner=owner_of(scope["path"], body),
     )

@@ -23,6 +23,7 @@ from ..server.model_info import ServedModel
 from ..server.settings import ServerSettings
 from .config import ClusterConfig
 from .ingress import Forward
+from .owner import replica_tag
 from .totals import Snapshot
 
 
@@ -40,7 +41,7 @@ def load(config: ClusterConfig) -> ServedModel:
 class Replica:
     def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
         self.name = name
-        self._app: FastAPI = create_app(backend, settings)
+        self._app: FastAPI = create_app(backend, replace(settings, replica_tag=replica_tag(name)))
         self._server = self._app.state.server
         self._lifespan: AbstractAsyncContextManager[object] = self._app.router.lifespan_context(self._app)
 
@@ -56,6 +57,11 @@ class Replica:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.name, self.healthy, self._server.admission.in_flight, self._server.metrics.text().decode())
+
+    async def whole(self, request: Forward) -> tuple[int, bytes]:
+        """Status and body of a short answer."""
+        messages = [message async for batch in self.answer(request) for message in batch]
+        return int(messages[0]["status"]), b"".join(message.get("body", b"") for message in messages)
 
     async def answer(self, request: Forward) -> AsyncIterator[list[Message]]:
         out: asyncio.Queue[Message | None] = asyncio.Queue()

@@ -25,7 +25,7 @@ from .. import __version__
 from ..engine.text import LONG
 from .answer import Answer, Json, Wire
 from .batches import Batches
-from .call import Call, EventStream, timed_out, unless_gone, whole
+from .call import Call, EventStream, TimeLimit, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
 from .fair import FairExecutor, FairGate, Lane, lanes
 from .limits import Admission, Keys, RequestGuard, prefix_namespace
@@ -93,8 +93,8 @@ class Server:
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
         self.recorder = None if settings.record_prompt is None else PromptRecorder(settings.record_prompt)
         self.started = int(time.time())
-        self.responses = ResponseStore()
-        self.files = FileStore()
+        self.responses = ResponseStore(settings.replica_tag)
+        self.files = FileStore(settings.replica_tag)
         self.batches = Batches(self, self.files)
 
     @classmethod
@@ -141,14 +141,19 @@ class Server:
             raise shutting_down()
         try:
             with ExitStack() as room:
-                async with asyncio.timeout(self.settings.timeout):
+                async with asyncio.timeout(self.time_limit(request)):
                     chunked = "transfer-encoding" in request.headers  # of any size
                     if chunked or int(request.headers.get("content-length", 0)) > BIG_BODY:
                         await self.big_bodies.acquire(client)
                         room.callback(self.big_bodies.release, client)
                     yield ReceivedBody(await request.body(), client, room, self.lanes)
         except TimeoutError:
-            raise timed_out(self.settings.timeout) from None
+            raise timed_out(self.time_limit(request)) from None
+
+    def time_limit(self, request: Request) -> float:
+        """Seconds for each phase of a request; lines of a batch bring a limit of their own."""
+        seconds: float = getattr(request.state, "time_limit", self.settings.timeout)
+        return seconds
 
     async def borrow(
         self, request: Request, got: ReceivedBody, name: str | None, stack: ExitStack
@@ -216,7 +221,7 @@ class Server:
 
         answer = Answer(job, model.backend.tokenizer, model.name if adapter is None else f"{model.name}:{adapter}")
         route = route_of(request.state.path)
-        call = Call(self, model, answer, wire, stack, route, began)
+        call = Call(self, model, answer, wire, stack, route, TimeLimit(began, self.time_limit(request)))
         if self.tracing is not None:
             arrived = time.time() - (time.monotonic() - began)
             stack.callback(

@@ -266,11 +266,16 @@ async def offline_answer(server: Server, line: BatchLine, url: str, body: Json) 
     return told
 
 
-async def answered(server: Server, client: str, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
-    """As if the client had sent the line itself."""
+async def answered(
+    server: Server, client: str, line: BatchLine, url: str, body: Json, time_limit: float | None = None
+) -> tuple[int, Json]:
+    """Answer a line as if the client had sent it itself. `time_limit`: seconds for each of its phases, instead of the
+    server's."""
     raw = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    state = {"client": client, "path": url, "request_id": line.id}
+    state: dict[str, object] = {"client": client, "path": url, "request_id": line.id}
+    if time_limit is not None:
+        state["time_limit"] = time_limit
     scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers, "state": state}
     while True:
         request = Request(scope, receiving(raw, asyncio.Event()))

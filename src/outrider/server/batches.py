@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import time
-import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,16 +20,16 @@ from pydantic import Field
 
 from ..types import OutriderError, require
 from .answer import Json
-from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, answered_body, read_lines
+from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, answered_body, parse, read_lines
 from .errors import INTERNAL, ApiError, bad, where
 from .schema import Strict
-from .stores import ClientStore, FileStore, StoredFile
+from .stores import ClientStore, FileStore, StoredFile, stored_id
 
 if TYPE_CHECKING:
     from .app import Server
 
 log = logging.getLogger("outrider.server")
-DAY_S = 24 * 3600
+WINDOW_S = 24 * 3600  # in which a batch is answered; its lines have no other limit
 LAST = 1 << 20  # the priority of a line that names none: after all other requests of its client
 MOST_RUNNING = 16  # batches that have not ended, of all clients
 MOST_OF_CLIENT = 4
@@ -50,7 +49,7 @@ class Batch:
     client: str
     request: BatchRequest
     source: StoredFile
-    id: str = field(default_factory=lambda: f"batch_{uuid.uuid4().hex}")
+    id: str
     status: str = "validating"
     times: dict[str, int] = field(default_factory=lambda: {"created": int(time.time())})
     total: int = 0
@@ -76,7 +75,7 @@ class Batch:
             "completion_window": self.request.completion_window,
             "status": self.status,
             "created_at": self.times["created"],
-            "expires_at": self.times["created"] + DAY_S,
+            "expires_at": self.times["created"] + WINDOW_S,
             **{f"{name}_at": self.times.get(name) for name in names},
             "output_file_id": self.results.id if self.results is not None else None,
             "error_file_id": self.refused.id if self.refused is not None else None,
@@ -88,7 +87,7 @@ class Batch:
 
 class Batches(ClientStore[Batch]):
     def __init__(self, server: Server, files: FileStore) -> None:
-        super().__init__("batch")
+        super().__init__("batch", files.tag)
         self._server = server
         self._files = files
 
@@ -102,7 +101,7 @@ class Batches(ClientStore[Batch]):
             raise ApiError(429, message, retry_after=60, code="too_many_batches")
         while len(self._of) >= MOST_KEPT:
             del self._of[next(id for id, b in self._of.items() if b.status not in RUNNING)]
-        batch = Batch(client, request, source)
+        batch = Batch(client, request, source, stored_id("batch_", self.tag))
         self._of[batch.id] = batch
         batch.task = asyncio.get_running_loop().create_task(self._run(batch))
         return batch
@@ -131,11 +130,18 @@ class Batches(ClientStore[Batch]):
             batch.become("in_progress")
             lines = read_lines(batch.source.path, salt)
             most = self._server.settings.max_concurrent
-            async with aclosing(answer_lines(lines, {}, 0, partial(self._answer, batch), most)) as found:
-                async for rows in found:
-                    for row in rows:
-                        self._record(batch, row)
-            batch.become("completed")
+            recorded = set[str]()
+            try:
+                async with asyncio.timeout(WINDOW_S):
+                    async with aclosing(answer_lines(lines, {}, 0, partial(self._answer, batch), most)) as results:
+                        async for rows in results:
+                            for row in rows:
+                                self._record(batch, row)
+                                recorded.add(str(row["id"]))
+                batch.become("completed")
+            except TimeoutError:
+                await self._record_expired(batch, recorded)
+                batch.become("expired")
         except asyncio.CancelledError:
             batch.become("cancelled")
         except Exception as e:
@@ -155,7 +161,22 @@ class Batches(ClientStore[Batch]):
         batch.completed += fine
         batch.failed += not fine
 
+    async def _record_expired(self, batch: Batch, recorded: set[str]) -> None:
+        """Every line without a result gets one that says why, as OpenAI has it."""
+        message = "The batch's completion window ended before this line was answered."
+        error = {"code": "batch_expired", "message": message}
+        lines = await asyncio.to_thread(lambda: [*read_lines(batch.source.path, batch.id)])
+        for line in lines:
+            if line.id in recorded:
+                continue
+            try:
+                custom_id = parse(line)[0]
+            except BadLine as e:
+                custom_id = e.custom_id or ""
+            self._record(batch, {"id": line.id, "custom_id": custom_id, "response": None, "error": error})
+
     async def _answer(self, batch: Batch, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
         if url != batch.request.endpoint:
             raise BadLine("mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.")
-        return await answered(self._server, batch.client, line, url, {"priority": LAST, **body})
+        body = {"priority": LAST, **body}
+        return await answered(self._server, batch.client, line, url, body, time_limit=WINDOW_S)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request
@@ -35,12 +36,27 @@ FEW_SCORED = 64  # up to this many tokens with log-probabilities are written on 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class TimeLimit:
+    """Bounds each phase of a request: waiting, a prompt without progress, the answer."""
+
+    arrived: float  # of time.monotonic()
+    seconds: float
+
+
 class Call:
     """Hands its sequences to the engine, each in its turn: the first is waited for, the others follow while it runs.
-    `taken`: what was taken on the way here (model, places) and is given back at the end. `since`: when it arrived."""
+    `taken`: what was taken on the way here (model, places) and is given back at the end."""
 
     def __init__(
-        self, server: Server, model: LoadedModel, answer: Answer, wire: Wire, taken: ExitStack, route: str, since: float
+        self,
+        server: Server,
+        model: LoadedModel,
+        answer: Answer,
+        wire: Wire,
+        taken: ExitStack,
+        route: str,
+        limit: TimeLimit,
     ) -> None:
         self._server = server
         self._model = model
@@ -50,9 +66,9 @@ class Call:
         self._taken = taken
         self._route = route
         self._job = answer.job
-        self._timeout = server.settings.timeout
+        self._timeout = limit.seconds
         self._began = time.monotonic()
-        self.deadline = since + self._timeout
+        self.deadline = limit.arrived + limit.seconds
         self._stream = RequestStream(model.runner, (r.id for r in self._job.requests))
         self._holding: set[str] = set()  # requests that have a place in the engine
         self._others: asyncio.Task[None] | None = None

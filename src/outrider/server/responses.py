@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, sse
 from .errors import ApiError, bad, bad_if
 from .schema import INERT, ChatRequest, Lenient, Message, ResponseFormat, Strict
-from .stores import ResponseStore
+from .stores import ResponseStore, stored_id
 
 BODY = TypeAdapter(dict[str, object])
 # in addition to those of schema.py
@@ -246,7 +246,7 @@ class ResponsesWire(Wire):
 
     def _head(self, answer: Answer) -> Json:
         return {
-            "id": f"resp_{answer.id}",
+            "id": stored_id("resp_", self._store.tag, answer.id),
             "object": "response",
             "created_at": answer.created,
             "model": answer.model,

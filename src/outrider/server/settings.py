@@ -61,6 +61,7 @@ class ServerSettings:
     runtime_adapters: Annotated[bool, "Allow clients to load and unload LoRA adapters (/v1/load_lora_adapter)."] = False
     record_prompt: Annotated[Path | None, "File for the longest prompt's system text and tools (for launch)."] = None
     share_prefixes: Annotated[bool, "Share the prefix cache between API keys. Answers stay the same."] = False
+    replica_tag: str = ""  # of a cluster's replica: part of the ids of what it stores, so that requests find it
     keep_prefixes: Annotated[float, "Minutes to keep unused prefix-cache pages in memory (CPU)."] = 5.0
 
     def __post_init__(self) -> None:

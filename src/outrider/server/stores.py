@@ -5,6 +5,7 @@ with the server. A client sees only its own."""
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 import time
@@ -26,14 +27,31 @@ MOST_RESPONSES = 1024
 MOST_RESPONSE_BYTES = 64 << 20
 
 
+TAGGED_ID = re.compile(r"(?:file-|batch_|resp_)([0-9a-f]{8})-[0-9a-f]+")
+
+
+def stored_id(prefix: str, tag: str, unique: str | None = None) -> str:
+    """An id of something stored. `tag`: of the replica that stores it, in a cluster."""
+    unique = uuid.uuid4().hex if unique is None else unique
+    return f"{prefix}{tag}-{unique}" if tag else f"{prefix}{unique}"
+
+
+def absent(id: str, tag: str) -> str:
+    """Why there is nothing of this id here."""
+    match = TAGGED_ID.fullmatch(id)
+    if tag and match is not None and match[1] != tag:
+        return "it was stored by a replica that is gone"
+    return "it was not stored, or was deleted or evicted"
+
+
 @dataclass
 class StoredFile:
     client: str
     name: str
     purpose: str  # batch | batch_output
     path: Path
+    id: str
     size: int = 0
-    id: str = field(default_factory=lambda: f"file-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def told(self) -> Json:
@@ -61,14 +79,17 @@ T = TypeVar("T", bound=Owned)
 class ClientStore(Generic[T]):
     """Things by their id. A client finds only its own."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, tag: str = "") -> None:
+        """`tag`: of the replica that stores them, in a cluster."""
+        self.tag = tag
         self._what = what
         self._of = dict[str, T]()
 
     def get(self, client: str, id: str) -> T:
         found = self._of.get(id)
         if found is None or found.client != client:
-            raise ApiError(404, f"There is no {self._what} '{id[:100]}' here.", f"{self._what}_id")
+            message = f"There is no {self._what} '{id[:100]}' here: {absent(id, self.tag)}."
+            raise ApiError(404, message, f"{self._what}_id")
         return found
 
     def listed(self, client: str) -> Json:
@@ -77,8 +98,8 @@ class ClientStore(Generic[T]):
 
 
 class FileStore(ClientStore[StoredFile]):
-    def __init__(self) -> None:
-        super().__init__("file")
+    def __init__(self, tag: str = "") -> None:
+        super().__init__("file", tag)
 
     @cached_property
     def _folder(self) -> tempfile.TemporaryDirectory[str]:
@@ -93,7 +114,8 @@ class FileStore(ClientStore[StoredFile]):
         if len(self._of) >= MOST_FILES:
             message = f"{MOST_FILES} files are stored here, which is all there is room for: delete some."
             raise ApiError(413, message, code="storage_full")
-        file = StoredFile(client, name[:200], purpose, Path(self._folder.name) / uuid.uuid4().hex)
+        path = Path(self._folder.name) / uuid.uuid4().hex
+        file = StoredFile(client, name[:200], purpose, path, stored_id("file-", self.tag))
         self._of[file.id] = file
         return file
 
@@ -157,7 +179,9 @@ class ResponseStore:
     hence the lock. They are kept as JSON text: as objects, 64 MB of it could be a gigabyte, which every full garbage
     collection walks."""
 
-    def __init__(self) -> None:
+    def __init__(self, tag: str = "") -> None:
+        """`tag`: of the replica that stores them, in a cluster."""
+        self.tag = tag
         self._of: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lock = threading.Lock()
         self.bytes = 0
@@ -181,8 +205,8 @@ class ResponseStore:
         if found is not None:
             return StoredResponse(*json.loads(found))
         if param is None:
-            raise ApiError(404, f"There is no response '{id[:100]}' here: it was not stored, or made room for others.")
-        message = f"Previous response with id '{id[:100]}' not found: it was not stored, or made room for others."
+            raise ApiError(404, f"There is no response '{id[:100]}' here: {absent(id, self.tag)}.")
+        message = f"Previous response with id '{id[:100]}' not found: {absent(id, self.tag)}."
         raise ApiError(400, message, param, "previous_response_not_found")
 
     def items(self, client: str, id: str) -> Json:

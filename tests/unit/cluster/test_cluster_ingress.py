@@ -15,6 +15,7 @@ from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
 from outrider.cluster.ingress import Forward, Ingress, ReplicaLost, ReplicaRefused
+from outrider.cluster.owner import owner_of, replica_tag
 from outrider.cluster.replica import Replica
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
 from outrider.server.batch import receiving
@@ -80,6 +81,9 @@ class Pair:
     async def snapshots(self) -> list[Snapshot]:
         return [r.snapshot() for r in self.replicas[: self.there]]
 
+    async def gather(self, request: Forward) -> list[tuple[int, bytes]]:
+        return [await r.whole(request) for r in self.replicas[: self.there]]
+
 
 async def ask(
     ingress: Ingress,
@@ -90,7 +94,7 @@ async def ask(
     **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
     """One request through ASGI: status, headers, body. `leave_after`: the client is gone after so many messages."""
-    raw = b"" if body is None else json.dumps(body).encode()
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     sent: list[Message] = []
     gone = asyncio.Event()
 
@@ -268,3 +272,88 @@ def test_counts_of_many_that_are_gone_become_one_sum() -> None:
         page = totals.text([Snapshot(f"r{i}", True, 0, text)], own).decode()
         assert f"outrider_steps_total {2.0 * (i + 1)}" in page.splitlines()
     assert len(totals._last) == MOST_GONE + 1
+
+
+# ---- what replicas store
+
+
+def form(text: str) -> tuple[bytes, str]:
+    """A body that uploads this text for a batch, and its content type."""
+    head = '--x\r\nContent-Disposition: form-data; name="'
+    parts = (f'{head}purpose"\r\n\r\nbatch\r\n', f'{head}file"; filename="in.jsonl"\r\n\r\n{text}\r\n')
+    return "".join((*parts, "--x--\r\n")).encode(), "multipart/form-data; boundary=x"
+
+
+def test_what_a_replica_stores_is_found_whichever_one_is_asked() -> None:
+    """The replicas are asked by turns: a file uploaded to one was not there for a batch on the other."""
+
+    async def run() -> None:
+        pair = Pair()
+        async with pair.up() as ingress:
+
+            async def call(path: str, body: object = None, method: str = "POST", **headers: str) -> Any:
+                status, _, raw = await ask(ingress, body, path, method=method, **headers)
+                assert status == 200, (path, raw)
+                return json.loads(raw)
+
+            line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": CHAT["messages"]}}
+            raw, kind = form(json.dumps(line))
+            files = [(await call("/v1/files", raw, content_type=kind))["id"] for _ in range(2)]
+            assert {owner_of(f"/v1/files/{id}", b"") for id in files} == {replica_tag(name) for name in "ab"}
+            for id in files * 2:
+                assert (await call(f"/v1/files/{id}", method="GET"))["id"] == id
+                batch = await call("/v1/batches", {"input_file_id": id, "endpoint": "/v1/chat/completions"})
+                async with asyncio.timeout(PATIENCE):
+                    while batch["status"] != "completed":
+                        await asyncio.sleep(0.01)
+                        batch = await call(f"/v1/batches/{batch['id']}", method="GET")
+                status, _, output = await ask(
+                    ingress, path=f"/v1/files/{batch['output_file_id']}/content", method="GET"
+                )
+                assert status == 200 and json.loads(output)["custom_id"] == "a"
+            listed = (await call("/v1/files", method="GET"))["data"]
+            assert {f["id"] for f in listed if f["purpose"] == "batch"} == set(files) and len(listed) == 6
+            assert len((await call("/v1/batches", method="GET"))["data"]) == 4
+            said = await call("/v1/responses", {"model": "fake", "input": "hi"})
+            for _ in range(3):
+                said = await call("/v1/responses", {"input": "go on", "previous_response_id": said["id"]})
+                assert (await call(f"/v1/responses/{said['id']}", method="GET"))["id"] == said["id"]
+            for id in files:
+                assert (await call(f"/v1/files/{id}", method="DELETE"))["deleted"]
+
+    asyncio.run(run())
+
+
+def test_an_id_whose_owner_is_gone_says_so() -> None:
+    async def run() -> None:
+        pair = Pair()
+        async with pair.up() as ingress:
+            gone = f"{replica_tag('dead')}-{'0' * 32}"
+            status, _, body = await ask(ingress, path=f"/v1/files/file-{gone}", method="GET")
+            assert status == 404 and "a replica that is gone" in body.decode()
+            body_of = {"model": "fake", "input": "go on", "previous_response_id": f"resp_{gone}"}
+            status, _, body = await ask(ingress, body_of, "/v1/responses")
+            assert status == 400 and "a replica that is gone" in body.decode()
+            body_of = {"input_file_id": f"file-{gone}", "endpoint": "/v1/chat/completions"}
+            status, _, body = await ask(ingress, body_of, "/v1/batches")
+            assert status == 404 and "a replica that is gone" in body.decode()
+            pair.there = 0
+            assert (await ask(ingress, path="/v1/files", method="GET"))[0] == 503
+
+    asyncio.run(run())
+
+
+def test_owners_are_read_from_paths_and_fields_only() -> None:
+    tag = replica_tag("a")
+    id = f"resp_{tag}-12ab"
+    assert owner_of(f"/v1/responses/{id}/input_items", b"") == tag
+    assert owner_of("/v1/responses", json.dumps({"previous_response_id": id}).encode()) == tag
+    spoken = json.dumps({"previous_response_id": id})  # in a text, not a field
+    assert owner_of("/v1/responses", json.dumps({"input": spoken}).encode()) == ""
+    for other in (
+        b'{"previous_response_id": 3}',
+        b'{"previous_response_id": "resp_12ab"}',
+        b'["previous_response_id"]',
+    ):
+        assert owner_of("/v1/responses", other) == ""
+    assert owner_of("/v1/responses", b'{"previous_response_id"') == "" == owner_of("/v1/files/file-12ab", b"")
