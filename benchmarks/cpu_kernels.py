@@ -187,7 +187,8 @@ def adapted(ours: OurKernels, rank: int, repeat: int, rounds: int) -> None:
             changed = clock.times[two]
             turns = sorted(min(changed[i : i + 4]) / min(plain[i : i + 4]) for i in range(0, len(plain), 4))
             quarter = len(turns) // 4
-            print(f"  turn by turn {statistics.median(turns):.3f} x ({turns[quarter]:.3f} to {turns[-1 - quarter]:.3f})")
+            middle = f"{turns[quarter]:.3f} to {turns[-1 - quarter]:.3f}"
+            print(f"  turn by turn {statistics.median(turns):.3f} x ({middle})")
 
 
 def read_speed(threads: int) -> float:

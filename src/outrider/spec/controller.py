@@ -31,8 +31,8 @@ Array = NDArray[np.float64]
 
 
 class Controller:
-    """`propose` and `commit` before a cycle; `observe` per sequence and `observe_step` once after it; `finish` at the end
-    of a request."""
+    """`propose` and `commit` before a cycle; `observe` per sequence and `observe_step` once after it; `finish` at the
+    end of a request."""
 
     def __init__(
         self,
