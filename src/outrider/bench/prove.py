@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..cache.store import SeqCache
+from ..cache.store import KVStore, SeqCache
 from ..engine.engine import Engine
 from ..llm import LLM, Completion
-from ..types import MAX_DRAFT, SamplingParams
+from ..types import MAX_DRAFT, OutriderError, SamplingParams
 
 BATCH = 8
 Tokens = Sequence[list[int]]  # of several prompts or answers
@@ -90,10 +90,12 @@ def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int)
     for tokens, begin in zip(sequences, begins):
         cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
         caches.append(cache)
-        if not store.reserve(cache, begin + MAX_DRAFT + 1):
-            raise RuntimeError("no room in the cache for the row-invariance check")
         for at in range(0, begin, engine.chunk):
-            _rows(engine, [cache], [tokens], [at], min(engine.chunk, begin - at))
+            count = min(engine.chunk, begin - at)
+            _reserve(store, cache, at + count)
+            _rows(engine, [cache], [tokens], [at], count)
+            store.commit(cache, at + count)
+        _reserve(store, cache, begin + MAX_DRAFT + 1)
     out = []
     for at in range(0, MAX_DRAFT + 1, width):
         count = min(width, MAX_DRAFT + 1 - at)
@@ -102,6 +104,11 @@ def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int)
     for cache in caches:
         store.close(cache)
     return torch.cat(out, 1)
+
+
+def _reserve(store: KVStore, cache: SeqCache, positions: int) -> None:
+    if not store.reserve(cache, positions):
+        raise OutriderError(f"no room in the cache to compare {positions} positions: give shorter prompts")
 
 
 def _rows(engine: Engine, caches: Sequence[SeqCache], sequences: Tokens, begins: Sequence[int], count: int) -> Tensor:

@@ -20,7 +20,7 @@ from ..engine.text import Tokenizer
 from ..models.decoder import TextModel
 from ..ops.formats import MODES, DeviceWeight, rounded_to
 from ..ops.reference import Backend, ReferenceOps
-from ..types import require
+from ..types import OutriderError, require
 from ..weights.load import load_target
 
 MOST = 512  # tokens of the sample
@@ -77,12 +77,14 @@ def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto
     rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)
-    store.reserve(seq, rows)
     slot = torch.tensor([seq.slot])
     out = []
     for lo in range(0, rows, 64):
         n = min(64, rows - lo)
+        if not store.reserve(seq, lo + n):
+            raise OutriderError(f"no room in the cache for {lo + n} positions")
         ends = torch.tensor([0, n], dtype=torch.int32)
         view = store.view(slot, torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64), ends, n, lo + n)
         out.append(runner.logits(runner.forward(ids[lo : lo + n], view).hidden))
+        store.commit(seq, lo + n)
     return torch.cat(out), ids

@@ -214,13 +214,17 @@ class KVStore:
             self.prefix.evict(name, max(pages - pool.free, EVICT_PAGES))
         return pages <= pool.free
 
-    def reserve(self, seq: SeqCache, positions: int) -> bool:
-        """Reserve pages for positions 0..positions-1, evicting unused shared prefixes. False: not enough pages."""
+    def reserve(self, seq: SeqCache, positions: int, full_positions: int = 0) -> bool:
+        """Reserve pages for positions 0..positions-1, evicting unused shared prefixes. False: not enough pages.
+
+        Sliding groups hold a window and `CacheSpec.chunk` positions of each sequence: reserve and `commit` a longer
+        text chunk by chunk. full_positions: positions that the other groups reserve already now, if more.
+        """
         if positions <= seq.room:
             return True
         for name, group in self.groups.items():
             pages = seq.pages[name]
-            need = group.need(pages, positions)
+            need = group.need(pages, positions if group.window is not None else max(positions, full_positions))
             if not need:
                 continue
             if not self._free(name, need):

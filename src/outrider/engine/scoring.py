@@ -19,7 +19,7 @@ from ..types import OutriderError
 from .cycle import logprobs
 from .engine import Engine
 
-SCORED_ROWS = 64  # positions per pass
+MAX_SCORED_ROWS = 64  # positions per pass
 
 
 class ScoringJob(ABC):
@@ -46,14 +46,16 @@ class ScoringJob(ABC):
             if not store.free_slots:
                 return True  # another sequence will finish
             self._cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
-            if not store.reserve(self._cache, len(tokens)):
+        begin = self._at
+        # sliding groups hold a window and the rows that one pass may write
+        end = min(begin + min(MAX_SCORED_ROWS, store.spec.chunk), self._count)
+        if begin < end:
+            if not store.reserve(self._cache, end, full_positions=self._count):
                 self.close(engine)
                 room = f"no room in the cache to score {len(tokens)} tokens now"
                 raise OutriderError(f"{room}: try again, or with a shorter text")
-        begin = self._at
-        end = min(self._at + SCORED_ROWS, self._count)
-        if begin < end:
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
+            store.commit(self._cache, end)
             self._at = end
         if self._at < self._count:
             return True
