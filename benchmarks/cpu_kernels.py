@@ -107,7 +107,7 @@ class OurKernels:
         print(f"weights in memory: {sum(held.values()) / 1e6:.0f} MB; a step reads {self.step_bytes / 1e6:.0f} MB")
         print(resident())
         self.store = KVStore(self.config, CacheSpec(16, 2048, 32, 512, 16384), self.ops.kv_dtype(torch.float32), "cpu")
-        self.seq, _ = self.store.open([0] * 64, 32, reuse=False)
+        self.seq, _ = self.store.open()
         self.store.reserve(self.seq, 2048)
         self.ids = torch.randint(0, self.config.vocab_size, (PREFILL,), generator=torch.Generator().manual_seed(0))
 
@@ -139,7 +139,7 @@ class Given:
         params = [SamplingParams(temperature=0.0)] * count
         device = torch.device("cpu")
         self.sampling = sampling_batch(params, [[5]] * count, [[]] * count, ours.config.vocab_size, device)
-        self.slots = [ours.store.open([0] * 64, 32, reuse=False)[0] for _ in range(count)]
+        self.slots = [ours.store.open()[0] for _ in range(count)]
         for seq in self.slots:
             ours.store.reserve(seq, CONTEXT + 64)
         self.features = torch.zeros((16, ours.config.hidden))

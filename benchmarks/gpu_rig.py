@@ -255,7 +255,7 @@ class Rig:
         seqs = []
         chunk = self.store.spec.chunk
         for _ in range(batch):
-            seq, _ = self.store.open([0] * 8, self.store.spec.page_size, reuse=False)
+            seq, _ = self.store.open()
             # in chunks: sliding pages are given back on the way
             for end in (*range(chunk, context, chunk), context, context + room):
                 if not self.store.reserve(seq, end):

@@ -276,7 +276,7 @@ def synthetic_run(
 
 def measure_prefill(rig: Rig) -> dict[str, float]:
     """A prompt of 4096 tokens in chunks of 1024, and its first cycle."""
-    seq, _ = rig.store.open([0] * 8, rig.store.spec.page_size, reuse=False)
+    seq, _ = rig.store.open()
     ids = torch.randint(3, rig.config.vocab_size, (CHUNK,), device=rig.device)
 
     def whole() -> None:

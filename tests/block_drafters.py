@@ -132,7 +132,7 @@ def context_of(block: BlockNet, streams: list[Tensor], following: Tensor | None 
     """One sequence whose positions 0, 1, … have these streams, with the drafter's K/V of them in a store of its own."""
     count = len(streams[0])
     store = KVStore(block.target.config, CacheSpec(1, 64, 4, 64, 64), torch.float32, "cpu", block.kv_specs)
-    cache, _ = store.open([0], 4, reuse=False)
+    cache, _ = store.open()
     store.reserve(cache, max(count, 1))
     at = torch.arange(count)
     start = torch.tensor([0, count], dtype=torch.int32)
@@ -150,7 +150,7 @@ def audit_pages(engine: Engine, block: BlockNet) -> int:
     for seq in seqs:
         known = seq.computed
         store = KVStore(block.target.config, CacheSpec(1, 512, 16, 512, 512), torch.float32, "cpu", block.kv_specs)
-        cache, _ = store.open([0], 16, reuse=False)
+        cache, _ = store.open()
         store.reserve(cache, known)
         at = torch.arange(known)
         start = torch.tensor([0, known], dtype=torch.int32)

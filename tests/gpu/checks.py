@@ -110,7 +110,7 @@ def parity(size: str, kind: str) -> str:
     del theirs
     collect()
     with Rig(raw, None, p.ops(), p.device, dtype, slots=1, context=count + 64, weights=weights) as rig:
-        seq, _ = rig.store.open([0] * 8, rig.store.spec.page_size, reuse=False)
+        seq, _ = rig.store.open()
         assert rig.store.reserve(seq, count)
         hidden = torch.cat([rig.prefill(seq, ids[:-17], 0), rig.prefill(seq, ids[-17:], count - 17)])
         got = rig.model.logits(hidden[-48:]).float()

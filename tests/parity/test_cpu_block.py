@@ -54,7 +54,7 @@ class Texts:
         self.store = KVStore(block.target.config, spec, dtype, "cpu", block.kv_specs)
         self.slots = []
         for length in LENGTHS:
-            cache, _ = self.store.open([0], page_size, reuse=False)
+            cache, _ = self.store.open()
             self.store.reserve(cache, length + 2 * BLOCK)
             self.slots.append(cache.slot)
         random = torch.Generator().manual_seed(1)

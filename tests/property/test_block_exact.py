@@ -60,7 +60,7 @@ class Audited(BlockDrafter):
         for b, tokens in enumerate(batch.tokens):
             known = len(tokens) - 1
             store = KVStore(target.config, CacheSpec(1, 256, 4, 256, 256), torch.float32, "cpu", self.kv_specs)
-            cache, _ = store.open([0], 4, reuse=False)
+            cache, _ = store.open()
             store.reserve(cache, known)
             at = torch.arange(known)
             start = torch.tensor([0, known], dtype=torch.int32)

@@ -88,7 +88,7 @@ def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int)
     begins = [start - 1 for start in starts]
     caches = []
     for tokens, begin in zip(sequences, begins):
-        cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
+        cache, _ = store.open()
         caches.append(cache)
         for at in range(0, begin, engine.chunk):
             count = min(engine.chunk, begin - at)

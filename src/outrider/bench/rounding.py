@@ -76,7 +76,7 @@ def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto
     runner = ops.compile(TextModel(config, weights, ops))
     rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
-    seq, _ = store.open(ids.tolist(), 32, reuse=False)
+    seq, _ = store.open()
     slot = torch.tensor([seq.slot])
     out = []
     for lo in range(0, rows, 64):

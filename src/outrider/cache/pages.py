@@ -17,6 +17,7 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
+        self.num_releases = 0  # how often a page was released: while it stands still, no page can have become free
         # the last one is allocated next; fresh ones are in ascending order
         self._free = list(range(count - 1, 0, -1))
 
@@ -42,6 +43,7 @@ class PagePool:
     def release(self, page: int) -> None:
         assert self.refs[page] > 0, f"page {page} released twice"
         self.refs[page] -= 1
+        self.num_releases += 1
         if self.refs[page] == 0:
             self._free.append(page)
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ..types import GroupName, bad_input
-from .prefix import chain
+from .prefix import PrefixChain
 
 if TYPE_CHECKING:
     from .store import KVStore
@@ -72,12 +72,14 @@ class PrefixStore:
         self.pages_read = self.pages_written = 0
 
     # ---- out ------------------------------------------------------------------------------------------------------
-    def offer(self, keys: Sequence[bytes], known: int) -> None:
-        """Queue the entries of this chain after the first `known` for writing. The files of a chain have one timestamp,
-        that of its last use, so that it is evicted from its end."""
-        if not self._failed:
-            now = self.touch(keys[:known])
-            self._waiting.extend((number, keys[number], now) for number in range(known, len(keys)))
+    def offer(self, chain: PrefixChain, numbers: Sequence[int]) -> None:
+        """Queue these pages of a chain for writing. The files of a chain have one timestamp, so that it is evicted from
+        its end."""
+        if self._failed:
+            return
+        if chain.files_used_at == 0.0:
+            chain.files_used_at = time.time()
+        self._waiting.extend((number, chain.keys[number], chain.files_used_at) for number in numbers)
 
     def drain(self) -> None:
         """Between two steps: copy waiting pages out, as far as the queue has space."""
@@ -126,9 +128,12 @@ class PrefixStore:
         return self._folder / f"{number:06d}-{key.hex()}.kv"
 
     def _touch(self, keys: Sequence[bytes], now: float) -> None:
-        with contextlib.suppress(OSError):  # the chain ends here
-            for number, key in enumerate(keys):
+        for number, key in enumerate(keys):
+            try:
                 os.utime(self._path(number, key), (now, now))
+            except OSError:
+                if self._kv.prefix.has_full:
+                    return  # the chain ends here
 
     def _write(
         self, path: Path, key: bytes, groups: int, data: Tensor, done: torch.cuda.Event | None, used: float
@@ -184,22 +189,16 @@ class PrefixStore:
                 return
 
     # ---- back -----------------------------------------------------------------------------------------------------
-    def restore(self, tokens: Sequence[int], root: bytes, granularity: int) -> Iterator[None]:
-        """Bring the pages of this prompt that are on disk and not in the cache back into it; yields between two steps.
-        A page that turns out to be bad ends the prefix before it."""
+    def restore(self, chain: PrefixChain, limit: int, granularity: int) -> Iterator[None]:
+        """Bring the pages of a prompt's first `limit` positions that are on disk and not in the cache back into it;
+        yields between two steps. A page that turns out to be bad ends the prefix before it."""
         kv = self._kv
         size = self._kv.spec.page_size
-        keys = list(chain(root, tokens, (len(tokens) - 1) // size, size))
-        self.touch(keys)
+        keys = chain.keys[: max(0, limit) // size]
+        chain.files_used_at = self.touch(keys)
         bad = len(keys)
         while bad:  # again with a shorter prefix if a page is missing: it needs other pages of sliding windows
-            count = 0
-            for number, key in enumerate(keys[:bad]):
-                known = kv.prefix.entries.get(key)
-                if not (known and known.pages.get("full", 1)) and not self._path(number, key).exists():
-                    break
-                count = number + 1
-            count -= count % (granularity // size)
+            count = self._count_available(keys[:bad], granularity // size)
             if not count:
                 return
             kv.prefix.use(keys[:count])
@@ -209,14 +208,14 @@ class PrefixStore:
             for number, key in enumerate(keys[:count]):
                 seen = (name for name in self._names if number >= kv.prefix.first_page(name, count))
                 wanted = [name for name in seen if not kv.prefix.page(key, name)]
-                if not wanted and key in kv.prefix.entries:
+                if not wanted and (key in kv.prefix.entries or not kv.prefix.has_full):
                     continue
                 data = self._read(number, key) if wanted else {}
                 if data is None or not set(wanted) <= data.keys():  # a file may lack pages that were before the window
                     bad = number
                     break
-                parent = keys[number - 1] if number else root
-                if number and not at_once and parent not in kv.prefix.entries:
+                parent = chain.parent(number)
+                if kv.prefix.has_full and number and not at_once and parent not in kv.prefix.entries:
                     return  # evicted between two steps
                 at_once.append((parent, key, {name: data[name] for name in wanted}))
                 moved += sum(map(len, data.values()))
@@ -229,6 +228,21 @@ class PrefixStore:
                     yield
             if not self._adopt(at_once):
                 return
+
+    def _count_available(self, keys: Sequence[bytes], unit: int) -> int:
+        """How many pages, a multiple of `unit`, the longest prefix has whose pages are in the cache or have a file."""
+        prefix = self._kv.prefix
+        available = 0
+        run = 0  # pages up to this one without a gap
+        for number, key in enumerate(keys):
+            exists = key in prefix.entries or self._path(number, key).exists()
+            if not exists and prefix.has_full:
+                break
+            run = run + 1 if exists else 0
+            count = number + 1
+            if count % unit == 0 and all(run >= count - prefix.first_page(name, count) for name in self._names):
+                available = count
+        return available
 
     def _adopt(self, pages: list[StoredPage]) -> bool:
         """Into the cache, and out of the list. False: it has no space."""

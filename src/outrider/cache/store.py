@@ -17,11 +17,9 @@ from torch import Tensor
 from ..models.config import ModelConfig
 from ..ops.cpu.memory import Arena, HugePageWarmer, runs
 from ..types import AttnSpec, GroupName, KVPages, KVView, OutputRows, OutriderError
-from .pages import PageGroup, SeqPages
-from .prefix import ROOT, PrefixCache, Unbroken
+from .pages import PageGroup, PagePool, SeqPages
+from .prefix import PrefixCache, PrefixChain, Unbroken
 from .prefix_store import PrefixStore, StoredPage
-
-EVICT_PAGES = 32  # pages of shared prefixes that are evicted together: finding the oldest scans all
 
 
 def upload(
@@ -168,19 +166,16 @@ class KVStore:
         return len(self._free_slots)
 
     def open(
-        self,
-        tokens: Sequence[int],
-        granularity: int,
-        reuse: bool = True,
-        root: bytes = ROOT,
-        unbroken: Unbroken | None = None,
+        self, chain: PrefixChain | None = None, limit: int = 0, granularity: int = 1, unbroken: Unbroken | None = None
     ) -> tuple[SeqCache, int]:
-        """A slot for a new sequence, on shared pages if its prefix is cached; returns the number of cached positions.
-        The last token is never taken from the cache: its hidden state and logits are needed."""
+        """A slot for a new sequence, on the shared pages of at most its first `limit` positions, a multiple of
+        `granularity`, and the number of those positions. chain: the keys of the text up to there; None: it shares
+        nothing."""
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
-        if reuse:
-            hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity, root, unbroken)
+        if chain is not None:
+            hit, pages = self.prefix.match(chain, limit, granularity, unbroken)
+            chain.num_shared = hit // self.spec.page_size
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
         self.place(seq.slot, True, {name: (0, pages.pages) for name, pages in seq.pages.items()})
@@ -196,22 +191,22 @@ class KVStore:
         for name, (first, where) in pages.items():
             self._changed[name] += [(slot * self._width + first + i, page) for i, page in enumerate(where)]
 
-    def fits(self, seq: SeqCache, positions: int) -> bool:
-        """Could it hold `positions` now, if unused shared prefixes were evicted?"""
+    def exhausted_pool(self, seq: SeqCache, positions: int) -> PagePool | None:
+        """The pool that lacks pages for `positions` even if unused shared prefixes were evicted; None: they fit."""
         for name, group in self.groups.items():
             need = group.need(seq.pages[name], positions)
             pool = group.pool
             if group.window is not None:
                 need = min(need, self._bound(group.window))
             if need > pool.free and need > pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name)):
-                return False
-        return True
+                return pool
+        return None
 
     def _free(self, name: GroupName, pages: int) -> bool:
         """Free the given number of pages, evicting unused shared prefixes. False: there are not enough."""
         pool = self.groups[name].pool
         if pages > pool.free:
-            self.prefix.evict(name, max(pages - pool.free, EVICT_PAGES))
+            self.prefix.evict(name, pages - pool.free)
         return pages <= pool.free
 
     def reserve(self, seq: SeqCache, positions: int, full_positions: int = 0) -> bool:
@@ -254,10 +249,12 @@ class KVStore:
         for name, group in self.groups.items():
             group.slide(seq.pages[name], committed)
 
-    def share(self, seq: SeqCache, tokens: Sequence[int], committed: int, root: bytes = ROOT) -> None:
-        keys, known = self.prefix.insert(tokens, committed, seq.pages, root)
-        if self.disk is not None and known < len(keys):
-            self.disk.offer(keys, known)
+    def share(self, seq: SeqCache, chain: PrefixChain, tokens: Sequence[int], committed: int) -> None:
+        """Share the whole pages of the first `committed` positions. tokens: the keys of the text's positions."""
+        chain.extend(tokens, committed)
+        new = self.prefix.insert(chain, committed, seq.pages)
+        if self.disk is not None and new:
+            self.disk.offer(chain, new)
 
     # ---- prefixes on disk -----------------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -266,7 +263,9 @@ class KVStore:
         entries = self.prefix.entries
         wanted = Counter(name for _, _, data in pages for name in data)
         parents = {parent for parent, _, _ in pages} & entries.keys()
-        if not all(self._free(name, count) for name, count in wanted.items()) or not parents <= entries.keys():
+        if not all(self._free(name, count) for name, count in wanted.items()):
+            return False
+        if self.prefix.has_full and not parents <= entries.keys():
             return False
         held: dict[GroupName, Iterator[int]] = {}
         for name, count in wanted.items():
@@ -313,6 +312,7 @@ class KVStore:
     def check(self) -> None:
         """Audit every pool against every holder, and the tables against the page lists."""
         self.flush()
+        self.prefix.check()
         for name, group in self.groups.items():
             group.pool.check([s.pages[name].held() for s in self._live.values()] + [self.prefix.held(name)])
             for seq in self._live.values():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.prefix import PrefixChain
 from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
 from ..models.decoder import TextModel
@@ -121,7 +122,6 @@ class Engine:
             prefill=self.prefill,
             granularity=self.granularity,
             replay_rows=self.can.replay_rows,
-            prefix_cache=config.prefix_cache,
             draft_policy=self.policy,
             max_context=self.max_context,
         )
@@ -209,6 +209,8 @@ class Engine:
         params = request.params
         seq = Seq(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
         self.policy.admit(seq)
+        if self.config.prefix_cache:
+            seq.prefix = PrefixChain(self.config.page_size, seq.prefix_root)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         matcher = params.grammar.matcher() if params.grammar is not None else None
         seq.answer = OutputProcessor(params, self.eos, detok, matcher)
@@ -302,8 +304,8 @@ class Engine:
             seq.computed = end
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
-            if self.config.prefix_cache and (self.can.prompts_independent or end <= seq.prompt_len - 1):
-                self.store.share(seq.held, seq.cache_keys, end - end % self.granularity, seq.prefix_root)
+            if seq.prefix is not None and (self.can.prompts_independent or end <= seq.prompt_len - 1):
+                self.store.share(seq.held, seq.prefix, seq.cache_keys, end - end % self.granularity)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
@@ -366,11 +368,11 @@ class Engine:
     def _finish(self, seq: Seq, event: Event, reason: str) -> None:
         event.finish_reason = reason
         event.stats = seq.stats
-        if seq.cache is not None and self.config.prefix_cache and self.can.prompts_independent:
+        if seq.cache is not None and seq.prefix is not None and self.can.prompts_independent:
             end = seq.computed - seq.computed % self.config.page_size
             try:
                 self.runner.catch_up([seq])
-                self.store.share(seq.cache, seq.cache_keys, end, seq.prefix_root)
+                self.store.share(seq.cache, seq.prefix, seq.cache_keys, end)
             except MemoryError as error:  # it ends all the same
                 log.warning("the answer of %s is not shared: %s", seq.id, error)
         self.scheduler.remove(seq)

@@ -260,7 +260,7 @@ class ModelRunner:
     def scratch_slots(self, count: int, positions: int) -> list[int]:
         """Scratch sequences with `positions` reserved and any content; what does not fit uses the scratch page."""
         while len(self.scratch) < count:
-            self.scratch.append(self.store.open([0], self.store.spec.page_size, reuse=False)[0])
+            self.scratch.append(self.store.open()[0])
         ahead = self.drafter.block_rows if self.drafter is not None else 0
         for cache in self.scratch[:count]:
             self.store.reserve(cache, positions + ahead)

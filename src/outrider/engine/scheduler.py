@@ -13,17 +13,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..types import DraftPlan
 from .prefill_budget import PrefillBudget
 from .step import PrefillDebt, ScheduledSeq, Seq, StepBatch, StepPlan
 
 if TYPE_CHECKING:
+    from ..cache.pages import PagePool
     from ..cache.store import KVStore
     from .draft_policy import DraftPolicy
 
 DONE = object()
+
+
+class BlockedRequest(NamedTuple):
+    """The head of the queue while its pages do not fit: it is not tried again before a page is released."""
+
+    seq: Seq
+    pool: PagePool
+    num_releases: int
 
 
 class Scheduler:
@@ -34,7 +43,6 @@ class Scheduler:
         prefill: PrefillBudget,
         granularity: int,
         replay_rows: int,
-        prefix_cache: bool,
         draft_policy: DraftPolicy,
         max_context: int = 1 << 30,
     ):
@@ -45,12 +53,12 @@ class Scheduler:
         self.prefill = prefill
         self.granularity = granularity
         self.replay_rows = replay_rows
-        self.prefix_cache = prefix_cache
         self.draft_policy = draft_policy
         self.max_context = max_context
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
+        self._blocked: BlockedRequest | None = None
         self._debt = PrefillDebt()
 
     def add(self, seq: Seq) -> None:
@@ -167,24 +175,37 @@ class Scheduler:
             full = len(self.running) >= self.max_batch or self.cache.free_slots == 0
             if full and not self._preempt_paused():
                 return
-            root = seq.prefix_root
-            keys = seq.cache_keys[:-1]
-            if self.cache.disk is not None:
-                seq.restoring = seq.restoring or self.cache.disk.restore(keys, root, self.granularity)
-                if next(seq.restoring, DONE) is not DONE:
-                    return  # the rest of its prefix is read from disk in the next steps
-            seq.cache, hit = self.cache.open(keys, self.granularity, self.prefix_cache, root, seq.unbroken)
-            if not self.cache.fits(seq.cache, len(seq.tokens)):
-                self.cache.close(seq.cache)
-                seq.cache = None
+            if self._still_blocked(seq):
                 if self._preempt_paused():
                     continue
-                return  # it waits until pages are free
+                return
+            # the last token runs in the first decode step; a draft may need the hidden state of the one before it
+            prefill_end = len(seq.tokens) - 1
+            limit = prefill_end - 1 if seq.drafts_from_hidden else prefill_end
+            if seq.prefix is not None:
+                seq.prefix.extend(seq.cache_keys, limit)
+                if self.cache.disk is not None:
+                    seq.restoring = seq.restoring or self.cache.disk.restore(seq.prefix, limit, self.granularity)
+                    if next(seq.restoring, DONE) is not DONE:
+                        return  # the rest of its prefix is read from disk in the next steps
+            cache, hit = self.cache.open(seq.prefix, limit, self.granularity, seq.unbroken)
+            pool = self.cache.exhausted_pool(cache, len(seq.tokens))
+            if pool is not None:
+                self.cache.close(cache)
+                self._blocked = BlockedRequest(seq, pool, pool.num_releases)
+                continue
+            self._blocked = None
+            seq.cache = cache
             seq.computed = hit
-            seq.has_features = False
+            seq.has_features = hit == prefill_end and not seq.drafts_from_hidden
             seq.stats.cached_tokens = max(seq.stats.cached_tokens, hit)
             self.waiting.remove(seq)
             self.running.append(seq)
+
+    def _still_blocked(self, seq: Seq) -> bool:
+        """True if this sequence did not fit and no page of the pool that lacked some was released since."""
+        blocked = self._blocked
+        return blocked is not None and blocked.seq is seq and blocked.pool.num_releases == blocked.num_releases
 
     def _next_chunk(self, seq: Seq) -> tuple[int, int]:
         """First position and length. Borders lie on a grid: a prompt is always cut in the same places."""

@@ -45,7 +45,7 @@ class ScoringJob(ABC):
         if self._cache is None:
             if not store.free_slots:
                 return True  # another sequence will finish
-            self._cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
+            self._cache, _ = store.open()
         begin = self._at
         # sliding groups hold a window and the rows that one pass may write
         end = min(begin + min(MAX_SCORED_ROWS, store.spec.chunk), self._count)

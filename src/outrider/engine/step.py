@@ -14,6 +14,7 @@ from ..spec.plan import CostPart, CyclePlan, VerifiedTree
 from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams, SoftSpan
 
 if TYPE_CHECKING:
+    from ..cache.prefix import PrefixChain
     from ..cache.store import SeqCache
     from ..ops.lowrank import Adapter
     from ..spec.ngram import NgramIndex
@@ -67,6 +68,7 @@ class Seq:
     drafts_from_hidden: bool = False
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
+    prefix: PrefixChain | None = None  # the keys of its pages in the prefix cache; None: it shares nothing
     restoring: Iterator[None] | None = None  # reads its prefix back from disk, a part per step, before it is admitted
     failed_drafters: set[str] = field(default_factory=set)  # switched off for this request
     paused: bool = False  # its output is not being read

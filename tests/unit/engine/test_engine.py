@@ -159,15 +159,16 @@ class CountingCache:
     def __init__(self, slots: int, positions: int):
         self.free_slots = slots
         self.left = positions
+        self.num_releases = 0
+        self.opened = 0
 
-    def open(
-        self, tokens: object, granularity: int, reuse: bool = True, root: bytes = b"", unbroken: object = None
-    ) -> tuple[Counted, int]:
+    def open(self, chain: object, limit: int, granularity: int, unbroken: object) -> tuple[Counted, int]:
         self.free_slots -= 1
+        self.opened += 1
         return Counted(self.free_slots), 0
 
-    def fits(self, seq: Counted, positions: int) -> bool:
-        return positions - seq.held <= self.left
+    def exhausted_pool(self, seq: Counted, positions: int) -> object:
+        return None if positions - seq.held <= self.left else self
 
     def reserve(self, seq: Counted, positions: int) -> bool:
         more = max(0, positions - seq.held)
@@ -180,6 +181,7 @@ class CountingCache:
     def close(self, seq: Counted) -> None:
         self.free_slots += 1
         self.left += seq.held
+        self.num_releases += seq.held
 
     def keep(self, seq: Counted, committed: int) -> None:
         return None
@@ -192,7 +194,7 @@ def next_step(scheduler: Scheduler) -> StepBatch:
 
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(64), 64, 1 << 30, True, FixedDrafts())
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(64), 64, 1 << 30, FixedDrafts())
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
     for chunk in next_step(scheduler).prompts:
@@ -209,7 +211,7 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
 
 def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
     prefill = PrefillBudget(1024, batched=8192, with_decodes=512)
-    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, False, FixedDrafts())
+    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, FixedDrafts())
     made = [Seq(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
 
     def step(decoding: int, waiting: int) -> list[int]:
@@ -232,7 +234,7 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
 
 def test_the_youngest_is_preempted() -> None:
     cache = CountingCache(4, 40)
-    scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, True, FixedDrafts(DraftPlan("d", 4)))
+    scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, FixedDrafts(DraftPlan("d", 4)))
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
@@ -242,6 +244,27 @@ def test_the_youngest_is_preempted() -> None:
     assert [row.seq.id for row in plan.decode] == ["0", "1"]
     assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
     assert all(s.computed == 0 and s.cache is None for s in scheduler.waiting)
+
+
+def test_a_request_that_does_not_fit_is_tried_again_when_pages_are_released() -> None:
+    """The head of the queue was opened, its prefix looked up, and closed again in every step."""
+    cache = CountingCache(4, 40)
+    scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, FixedDrafts())
+    first, blocked = (Seq(Request(str(i), [1] * 30, SamplingParams()), 0.0, [1] * 30) for i in range(2))
+    scheduler.add(first)
+    for chunk in next_step(scheduler).prompts:
+        chunk.seq.computed = chunk.start + chunk.count
+    scheduler.add(blocked)
+    for _ in range(10):
+        next_step(scheduler)
+    assert cache.opened == 2 and list(scheduler.waiting) == [blocked]
+    first.paused = True
+    next_step(scheduler)
+    assert cache.opened == 3 and scheduler.running == [blocked], "a paused sequence gives way"
+    scheduler.remove(blocked)
+    first.paused = False
+    next_step(scheduler)
+    assert scheduler.running == [first]
 
 
 def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
@@ -334,9 +357,7 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
 
 
 def test_beside_streams_prompts_come_in_small_pieces() -> None:
-    scheduler = Scheduler(
-        CountingCache(4, 10_000), 4, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
-    )
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
     stream, long, short = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10)
     )
@@ -359,9 +380,7 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     """Six of one client's come together: a step has as many rows of prompts as with one, and all of them are done in
     the end."""
-    scheduler = Scheduler(
-        CountingCache(8, 10_000), 8, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
-    )
+    scheduler = Scheduler(CountingCache(8, 10_000), 8, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
     stream, *many = (
         Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
     )
@@ -384,9 +403,7 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
 def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int) -> None:
     """Of one client, next to streams of others: a piece in each step, in every second, or in every third. A short prompt
     of another client does not wait for that."""
-    scheduler = Scheduler(
-        CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
-    )
+    scheduler = Scheduler(CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
 
     def seq(client: str, length: int) -> Seq:
         return Seq(Request(client, [1] * length, SamplingParams(max_tokens=99), client=client), 0.0, [1] * length)
@@ -420,9 +437,7 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
 def test_images_of_others_leave_a_stream_its_share() -> None:
     """Three of 160 rows that may not be split, each with a line of text: one in a step, and the next when the steps
     between them have had fewer rows by as many. Texts do not wait for that."""
-    scheduler = Scheduler(
-        CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, True, FixedDrafts()
-    )
+    scheduler = Scheduler(CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
     soft_spans = (SoftSpan(4, torch.zeros(160, 1), b"x", True),)
     stream, text, *seen = (
         Seq(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), spans=spans), 0.0, [1] * n)

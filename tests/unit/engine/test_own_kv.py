@@ -44,7 +44,7 @@ class Context(Drafter):
             positions = torch.arange(len(ids))
             page, slot = self.at(batch.kv, torch.full_like(ids, b), positions)
             store = KVStore(self.model.config, CacheSpec(1, 256, 16, 256, 512), torch.float32, "cpu")
-            seq, _ = store.open([0], 16, reuse=False)
+            seq, _ = store.open()
             store.reserve(seq, len(ids))
             store.flush()
             start = torch.tensor([0, len(ids)], dtype=torch.int32)

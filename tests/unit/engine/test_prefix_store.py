@@ -16,6 +16,7 @@ import torch
 from tests import tiny
 from tests.engines import request, run, tiny_engine
 
+from outrider.cache.prefix import PrefixChain
 from outrider.cache.prefix_store import PrefixStore
 from outrider.config import EngineConfig, LoadSettings
 from outrider.engine.engine import Engine
@@ -52,6 +53,12 @@ def asked(made: Engine, prompt: list[int] = PROMPT, namespace: bytes = b"", id: 
     return out, seq.stats.cached_tokens
 
 
+def chain(made: Engine) -> PrefixChain:
+    keys = PrefixChain(made.config.page_size)
+    keys.extend(PROMPT, len(PROMPT))
+    return keys
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.kv"))
 
@@ -67,9 +74,8 @@ def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> Non
     assert disk(again).pages_written <= 2, "only what is new"
     wrote = first.store
     read = again.store
-    one, _ = wrote.prefix.match(PROMPT, 80, 16)
-    a = wrote.prefix.match(PROMPT, 80, 16)[1]
-    b = read.prefix.match(PROMPT, 80, 16)[1]
+    one, a = wrote.prefix.match(chain(first), 80, 16)
+    _, b = read.prefix.match(chain(again), 80, 16)
     assert one == 80
     for name in wrote.groups:
         for x, y in zip(wrote.layers[name], read.layers[name]):
@@ -86,13 +92,13 @@ def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
     taken = [pool.alloc() for _ in range(60)]
     for page in taken[::3] + taken[1::3]:
         pool.release(page)
-    for _ in again.store.disk.restore(PROMPT, b"", 16):
+    for _ in again.store.disk.restore(chain(again), len(PROMPT) - 1, 16):
         pass
     for page in taken[2::3]:
         pool.release(page)
     again.check()
-    count, wrote = first.store.prefix.match(PROMPT, 80, 16)
-    same, read = again.store.prefix.match(PROMPT, 80, 16)
+    count, wrote = first.store.prefix.match(chain(first), 80, 16)
+    same, read = again.store.prefix.match(chain(again), 80, 16)
     assert count == same == 80 and read["full"] != list(range(read["full"][0], read["full"][0] + len(read["full"])))
     for x, y in zip(first.store.layers["full"], again.store.layers["full"]):
         assert torch.equal(x[wrote["full"]], y[read["full"]])

@@ -57,7 +57,7 @@ def test_prompts_of_the_cpu_do_not_hang_on_where_they_are_cut(shape: str) -> Non
     store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")
     left = []
     for cut in (lambda: 512, lambda: 64, lambda: 1, lambda: rng.randrange(1, 90)):
-        seq, _ = store.open(ids.tolist(), 16, reuse=False)
+        seq, _ = store.open()
         assert store.reserve(seq, len(ids))
         at = 0
         hidden = []

@@ -14,7 +14,8 @@ from tests.engines import request, run
 from tests.unit.engine.test_host_cycle import SHAPES, engines
 from torch import Tensor
 
-from outrider.cache.store import CacheSpec, KVStore
+from outrider.cache.prefix import PrefixChain
+from outrider.cache.store import CacheSpec, KVStore, SeqCache
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu import memory
 from outrider.ops.cpu.memory import HUGE, Arena, HugePageWarmer
@@ -65,7 +66,7 @@ def test_a_store_says_how_far_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(HugePageWarmer, "need", lambda self, row: seen.append((len(self._tensors), row)))
     config = ModelConfig.from_hf(SHAPES["sliding"])
     store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")
-    seq, _ = store.open([1, 2, 3], 16)
+    seq, _ = store.open()
     store.reserve(seq, 40)
     assert not seen
     store.take_ahead()
@@ -99,6 +100,13 @@ def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(present(t, free[ahead._rows]) for t in tensors) and tensors[1][3000].eq(7).all()
 
 
+def opened(store: KVStore, tokens: list[int]) -> tuple[SeqCache, int, PrefixChain]:
+    chain = PrefixChain(16)
+    chain.extend(tokens, len(tokens))
+    seq, hit = store.open(chain, len(tokens), 16)
+    return seq, hit, chain
+
+
 def test_a_prefix_that_is_used_stays() -> None:
     """The others go after their time, and the pages that are free then are handed out from the front."""
     now = [0.0]
@@ -108,13 +116,13 @@ def test_a_prefix_that_is_used_stays() -> None:
     store.take_ahead()
     texts = {name: list(range(at, at + 64)) for name, at in (("old", 0), ("used", 100))}
     for tokens in (*texts.values(), [*texts["used"], *range(200, 264)]):
-        seq, _ = store.open(tokens, 16)
+        seq, _, chain = opened(store, tokens)
         assert store.reserve(seq, len(tokens))
         store.commit(seq, len(tokens))
-        store.share(seq, tokens, len(tokens))
+        store.share(seq, chain, tokens, len(tokens))
         store.close(seq)
     now[0] = 50.0
-    seq, hit = store.open([*texts["used"], 1], 16)
+    seq, hit, _ = opened(store, texts["used"])
     assert hit == 64
     store.tidy(60.0)
     assert len(store.prefix.entries) == 12, "nothing is as old as that"
@@ -123,11 +131,11 @@ def test_a_prefix_that_is_used_stays() -> None:
     store.check()
     store.close(seq)
     assert {e.used for e in store.prefix.entries.values()} == {50.0} and len(store.prefix.entries) == 4
-    fresh, hit = store.open([*texts["old"], 1], 16)
+    fresh, hit, _ = opened(store, texts["old"])
     assert hit == 0 and store.reserve(fresh, 65)
     full = fresh.pages["full"].pages
     assert full == sorted(full) and full[0] == 1
-    assert store.open([*texts["used"], 1], 16)[1] == 64
+    assert opened(store, texts["used"])[1] == 64
 
 
 def test_answers_are_the_same_after_memory_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
