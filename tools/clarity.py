@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAX_POSITIONAL = 3
 
-VAGUE_NAMES = frozenset("made found own told brought rest asked taken held kept given mine".split())
+VAGUE_NAMES = frozenset(["made", "found", "own", "told", "brought", "rest", "asked", "taken", "held", "kept", "given", "mine"])
 INDIRECT_OPENING = re.compile(r"(Of|What|The same|As|With|Where)\b")
 
 SIGNALS = {

@@ -3,6 +3,7 @@
  */
 #pragma once
 #include <float.h>
+#include <stdlib.h>
 
 #include "rows.h"
 

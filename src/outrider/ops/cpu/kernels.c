@@ -22,16 +22,16 @@ int or_sizes(int which) {
 /* ---- teams ---- */
 /* NULL without memory */
 ThreadPool *or_pool_new(int size) {
-    ThreadPool *t = aligned_alloc(64, (sizeof(ThreadPool) + 63) & ~(size_t)63);
+    ThreadPool *t = os_allocate(64, (sizeof(ThreadPool) + 63) & ~(size_t)63);
     if (!t) return NULL;
     memset(t, 0, sizeof *t);
     t->size = size < 1 ? 1 : size;
-    t->threads = calloc((size_t)t->size, sizeof(pthread_t));
-    t->claims = aligned_alloc(64, (size_t)t->size * sizeof(Claim));
+    t->threads = calloc((size_t)t->size, sizeof(OsThread));
+    t->claims = os_allocate(64, (size_t)t->size * sizeof(Claim));
     if (!t->threads || !t->claims) {
         free(t->threads);
-        free(t->claims);
-        free(t);
+        os_free(t->claims);
+        os_free(t);
         return NULL;
     }
     pool_start(t);
@@ -41,18 +41,18 @@ ThreadPool *or_pool_new(int size) {
 int or_pool_size(const ThreadPool *t) { return t->size; }
 
 void or_pool_free(ThreadPool *t) {
-    if (t->owner == getpid()) {
-        pthread_mutex_lock(&t->lock);
+    if (t->owner == os_process()) {
+        os_mutex_lock(&t->lock);
         t->stop = 1;
         atomic_fetch_add(&t->round, 1);
-        pthread_cond_broadcast(&t->wake);
-        pthread_mutex_unlock(&t->lock);
-        for (int i = 1; i < t->size; i++) pthread_join(t->threads[i], NULL);
+        os_condition_wake_all(&t->wake);
+        os_mutex_unlock(&t->lock);
+        for (int i = 1; i < t->size; i++) os_thread_join(t->threads[i]);
     }
     free(t->threads);
-    free(t->claims);
-    free(t->scratch.at);
-    free(t);
+    os_free(t->claims);
+    os_free(t->scratch.at);
+    os_free(t);
 }
 
 /* ---- packing ---- */

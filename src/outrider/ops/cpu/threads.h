@@ -11,18 +11,7 @@
  * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core gets help and does not set the pace.
  */
 #pragma once
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#endif
-
+#include "platform.h"
 #include "vec.h"
 
 typedef struct ThreadPool ThreadPool;
@@ -34,7 +23,7 @@ typedef struct { void *at; size_t size; } Arena;
 #define HUGE_PAGE (2u << 20)
 
 typedef struct {
-    _Alignas(64) atomic_ullong taken; /* phase << 32 | pieces of the share that are taken; of another phase: none */
+    _Alignas(64) _Atomic uint64_t taken; /* phase << 32 | pieces of the share that are taken; of another phase: none */
     atomic_int core;                  /* where the member ran when it last arrived at a barrier */
 } Claim;
 
@@ -51,10 +40,10 @@ struct ThreadPool {
     Region region;
     void *job;
     int stop;
-    pid_t owner;
-    pthread_mutex_t use, lock;      /* use: one region at a time; lock + wake: sleeping members */
-    pthread_cond_t wake;
-    pthread_t *threads;
+    int owner;                      /* the process that started the members */
+    OsMutex use, lock;              /* use: one region at a time; lock + wake: sleeping members */
+    OsCondition wake;
+    OsThread *threads;
     Arena scratch;                  /* grows, is never shared between regions */
 };
 
@@ -69,14 +58,6 @@ INLINE void cpu_relax(void) {
 static _Thread_local int pool_me; /* a caller is member 0, of whichever pool */
 static _Thread_local int pool_wary; /* so often this member does not yield to another on its core */
 
-INLINE int core_now(void) {
-#ifdef __linux__
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-}
-
 /* Does another member run on this core? */
 static int pool_crowded(const ThreadPool *t, int core) {
     for (int i = 0; i < t->size; i++)
@@ -86,44 +67,32 @@ static int pool_crowded(const ThreadPool *t, int core) {
 
 /* Until the phase is another; returns now and then without reason. */
 static void barrier_sleep(ThreadPool *t, int phase) {
-#ifdef __linux__
     atomic_fetch_add(&t->asleep, 1);
-    syscall(SYS_futex, &t->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+    os_wait_on(&t->phase, phase);
     atomic_fetch_sub(&t->asleep, 1);
-#else
-    sched_yield();
-#endif
 }
 static void barrier_wake(ThreadPool *t) {
-#ifdef __linux__
     atomic_thread_fence(memory_order_seq_cst); /* a member about to sleep sees the new phase, or is seen here */
-    if (atomic_load(&t->asleep)) syscall(SYS_futex, &t->phase, FUTEX_WAKE_PRIVATE, t->size, NULL, NULL, 0);
-#endif
+    if (atomic_load(&t->asleep)) os_wake_all(&t->phase, t->size);
 }
 
 #define GLANCE 64     /* spins before a waiting member checks whether the other is on its core */
 #define PATIENT 20000 /* spins, a third of a millisecond, after which another member must have lost its core */
 #define WARY 256      /* waits */
 
-INLINE double clock_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* Let a member on our own core run. By yielding: so the system sees that both want to run, and moves one to a core that has come free. But
  * a third one on this core is let run, too, and for milliseconds: where that happened we go to sleep instead, for a while. */
 static void barrier_give_way(ThreadPool *t, int phase) {
     if (pool_wary) { pool_wary--; barrier_sleep(t, phase); return; }
-    const double began = clock_now();
-    sched_yield();
-    if (clock_now() - began > 5e-4) pool_wary = WARY;
+    const double began = os_seconds();
+    os_yield();
+    if (os_seconds() - began > 5e-4) pool_wary = WARY;
 }
 
 /* All members meet. The last to arrive resets the counters. */
 static void pool_barrier(ThreadPool *t) {
     if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
-    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0, crowded = 0;
+    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = os_core(), spins = 0, crowded = 0;
     if (atomic_load_explicit(&t->claims[pool_me].core, memory_order_relaxed) != core)
         atomic_store_explicit(&t->claims[pool_me].core, core, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
@@ -148,8 +117,8 @@ INLINE void pool_ready(ThreadPool *t) { atomic_fetch_add_explicit(&t->ready, 1, 
 INLINE void pool_await(ThreadPool *t) {
     if (t->size == 1) return;
     for (int spins = 0; atomic_load_explicit(&t->ready, memory_order_acquire) < t->size; spins++) {
-        if (spins < GLANCE || (spins < PATIENT && !pool_crowded(t, core_now()))) cpu_relax();
-        else sched_yield();
+        if (spins < GLANCE || (spins < PATIENT && !pool_crowded(t, os_core()))) cpu_relax();
+        else os_yield();
     }
 }
 
@@ -182,38 +151,41 @@ INLINE void pool_share(const ThreadPool *t, int me, int count, int *lo, int *hi)
 
 typedef struct { ThreadPool *pool; int me; } Member;
 
-static void *pool_member(void *arg) {
+static OsThreadResult pool_member(void *arg) {
     Member m = *(Member *)arg;
     free(arg);
     ThreadPool *t = m.pool;
     int seen = 0;
     pool_me = m.me;
+    os_thread_prefer_speed();
     for (;;) {
         for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) {
-            if (spins == GLANCE && seen && pool_crowded(t, core_now())) break; /* before the first round the pool is being made */
+            if (spins == GLANCE && seen && pool_crowded(t, os_core())) break; /* before the first round the pool is being made */
             cpu_relax();
         }
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
-            pthread_mutex_lock(&t->lock);
+            os_mutex_lock(&t->lock);
             atomic_fetch_add(&t->sleepers, 1);
-            while (atomic_load(&t->round) == seen) pthread_cond_wait(&t->wake, &t->lock);
+            while (atomic_load(&t->round) == seen) os_condition_wait(&t->wake, &t->lock);
             atomic_fetch_sub(&t->sleepers, 1);
-            pthread_mutex_unlock(&t->lock);
+            os_mutex_unlock(&t->lock);
         }
         seen++;
-        if (t->stop) return NULL;
+        if (t->stop) return 0;
         t->region(t, m.me, t->job);
         pool_barrier(t); /* the caller may not leave before everyone has */
     }
 }
 
 static void pool_start(ThreadPool *t) {
-    t->owner = getpid();
+    t->owner = os_process();
     atomic_store(&t->task, 0); atomic_store(&t->ready, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
     atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0); atomic_store(&t->asleep, 0);
     for (int i = 0; i < t->size; i++) { atomic_store(&t->claims[i].taken, ~0ull); atomic_store(&t->claims[i].core, -1); }
     t->stop = 0;
-    pthread_mutex_init(&t->use, NULL); pthread_mutex_init(&t->lock, NULL); pthread_cond_init(&t->wake, NULL);
+    os_mutex_init(&t->use);
+    os_mutex_init(&t->lock);
+    os_condition_init(&t->wake);
     int wanted = t->size;
     t->size = 1;
     for (int i = 1; i < wanted; i++) {
@@ -221,17 +193,17 @@ static void pool_start(ThreadPool *t) {
         if (!m) break;
         m->pool = t;
         m->me = i;
-        if (pthread_create(&t->threads[i], NULL, pool_member, m)) { free(m); break; }
+        if (os_thread_start(&t->threads[i], pool_member, m)) { free(m); break; }
         t->size++;
     }
 }
 
 static void pool_begin(ThreadPool *t) {
-    if (t->owner != getpid()) pool_start(t); /* forked: the old members did not come along */
-    pthread_mutex_lock(&t->use);
+    if (t->owner != os_process()) pool_start(t); /* forked: the old members did not come along */
+    os_mutex_lock(&t->use);
 }
 
-static void pool_end(ThreadPool *t) { pthread_mutex_unlock(&t->use); }
+static void pool_end(ThreadPool *t) { os_mutex_unlock(&t->use); }
 
 /* Between pool_begin and pool_end. */
 static void pool_run(ThreadPool *t, Region region, void *job) {
@@ -241,9 +213,9 @@ static void pool_run(ThreadPool *t, Region region, void *job) {
     t->job = job;
     atomic_fetch_add(&t->round, 1);
     if (atomic_load(&t->sleepers)) {
-        pthread_mutex_lock(&t->lock);
-        pthread_cond_broadcast(&t->wake);
-        pthread_mutex_unlock(&t->lock);
+        os_mutex_lock(&t->lock);
+        os_condition_wake_all(&t->wake);
+        os_mutex_unlock(&t->lock);
     }
     region(t, 0, job);
     pool_barrier(t);
@@ -252,13 +224,11 @@ static void pool_run(ThreadPool *t, Region region, void *job) {
 /* At least `size` bytes, 64-byte aligned, contents lost; valid until the next call. */
 static void *pool_scratch(ThreadPool *t, size_t size) {
     if (size > t->scratch.size || !t->scratch.at) { /* nothing is a size as well: NULL means no memory */
-        free(t->scratch.at);
+        os_free(t->scratch.at);
         size = size ? size : 1;
         size = (size + (size >> 2) + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1);
-        t->scratch.at = aligned_alloc(HUGE_PAGE, size);
-#ifdef MADV_HUGEPAGE
-        if (t->scratch.at) madvise(t->scratch.at, size, MADV_HUGEPAGE);
-#endif
+        t->scratch.at = os_allocate(HUGE_PAGE, size);
+        if (t->scratch.at) os_prefer_huge_pages(t->scratch.at, size);
         t->scratch.size = t->scratch.at ? size : 0;
     }
     return t->scratch.at;
