@@ -22,11 +22,38 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import CyclePlan, DraftContext
+from outrider.spec.plan import ControllerState, CyclePlan, DraftContext
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
+
+
+class NamedController(Controller):
+    """A controller that knows its sequences by name: `DraftContext.state` is an id."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.states: dict[str, ControllerState] = {}
+
+    def _state(self, id: Any) -> ControllerState:
+        if isinstance(id, ControllerState):
+            return id
+        return self.states.setdefault(id, self.new_state())
+
+    def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
+        return super().propose([view._replace(state=self._state(view.state)) for view in seqs])
+
+    def reuse(self, states: Sequence[Any], match_len: int = 0) -> list[DraftPlan] | None:
+        return super().reuse([self._state(state) for state in states], match_len)
+
+    def observe(self, state: Any, *arguments: Any, **named: Any) -> None:
+        super().observe(self._state(state), *arguments, **named)
+
+    def finish(self, id: str) -> None:
+        self.apply_observations()
+        self.states.pop(id, None)
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,8 @@ def view(trace: Trace, position: int) -> DraftContext:
     if trace.ngram and trace.ngram[position] >= 0:
         offers["ngram"] = MAX_DRAFT
     match = trace.match[position] if trace.match else 0
-    return DraftContext(trace.id, offers, match, len(trace.runs) - position, trace.prompt_tokens + position)
+    state: Any = trace.id  # as a NamedController knows it
+    return DraftContext(state, offers, match, len(trace.runs) - position, trace.prompt_tokens + position)
 
 
 @dataclass
@@ -82,7 +110,7 @@ class Replay:
 
 
 def replay(
-    traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0
+    traces: Sequence[Trace], policy: Any, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0
 ) -> Replay:
     """Run the traces in order, `batch` at a time (a finished one is replaced by the next). `noise`: relative spread of
     the step times that the controller observes; the totals use the true ones."""
@@ -114,21 +142,22 @@ def replay(
         seconds = cost.mixed(parts, context)
         out.cycles += 1
         for here, (choice, steps), confidence in zip(views, ended, sure, strict=True):
-            trace, position = running[here.id]
+            id: Any = here.state
+            trace, position = running[id]
             k = choice.k
             accepted = (
                 min(k, max(0, trace.run(choice.drafter, position)), here.remaining - 1) if choice.drafter and k else 0
             )
-            policy.observe(here.id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
+            policy.observe(id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
             out.drafted = out.drafted + k
             out.accepted = out.accepted + accepted
-            out.seconds[here.id] += seconds / len(views)
+            out.seconds[id] += seconds / len(views)
             position += accepted + 1
             if position >= len(trace.runs):
-                del running[here.id]
-                policy.finish(here.id)
+                del running[id]
+                policy.finish(id)
             else:
-                running[here.id] = (trace, position)
+                running[id] = (trace, position)
         told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
         main = next((name for name, _, steps in parts if name and steps and not cost.free(name)), None)
         policy.observe_step(len(views), sum(k for _, k, _ in parts) / len(views), context, told, main)
@@ -141,7 +170,7 @@ def _held(choice: DraftPlan, view: DraftContext) -> DraftPlan:
     return choice._replace(k=k) if k > 0 else NO_DRAFT
 
 
-def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Controller) -> tuple[DraftPlan, int]:
+def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Any) -> tuple[DraftPlan, int]:
     """An engine's use of `stop` and `drop` (see `DraftPlan`): the tokens left to verify, and the steps drafted for
     them."""
     if confidence is None or choice.drafter is None or choice.stop == 0.0:

@@ -179,7 +179,7 @@ def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
         lengths: ClassVar = set[int]()
 
         def propose(self, batch: DraftBatch, k: int) -> Draft:
-            batch.plans = [self.plan] * len(batch.ids)
+            batch.plans = [self.plan] * len(batch.tokens)
             batch.trust = [self.trusted] * 16
             made = super().propose(batch, k)
             self.lengths.update(made.lengths.tolist())

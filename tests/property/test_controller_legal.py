@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.costs import linear
+from tests.simulate import NamedController as Controller
 from tests.simulate import Trace, replay
 from tests.traces import Fixed
 
-from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.plan import DraftContext
 
@@ -31,14 +31,14 @@ def test_choices_are_legal(machine, cycles):
             assert (c.drafter is None) == (c.k == 0)
             assert 0 <= c.k <= max(0, v.remaining - 1)
             assert c.drafter is None or c.k <= v.drafter_available[c.drafter]
-            controller.observe(v.id, c.drafter, c.k, min(luck, c.k), [0.5] * c.k if luck % 2 else None)
+            controller.observe(v.state, c.drafter, c.k, min(luck, c.k), [0.5] * c.k if luck % 2 else None)
         controller.observe_step(len(views), max(c.k for c in choices), 100, seconds, choices[0].drafter)
         controller.finish("")  # applies all observations
         assert all(0.0 < a < 1.0 for stats in controller.acceptance.values() for a in stats.a)
         assert 0.0 <= controller._explored < controller._time
     for name in "abcd":
         controller.finish(name)
-    assert not controller._seqs
+    assert not controller.states
 
 
 @settings(max_examples=40)

@@ -51,9 +51,6 @@ class Puppet(Drafter):
             return Draft(torch.zeros((b, k + 1), dtype=torch.int64), torch.full((b,), k))
         return Draft(tokens[self.rule], torch.full((b,), k))
 
-    def forget(self, request_id: str) -> None:
-        pass
-
 
 def plain(variant: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
     return run(tiny_engine(variant, model=MODELS[variant]), [request("plain", prompt, drafter=False, **params)])[

@@ -49,9 +49,6 @@ class Knows(Drafter):
             rows.append([t if (len(seen) + i) % 3 else (t + 1) % CONFIG.vocab_size for i, t in enumerate(ahead)])
         return Draft(torch.tensor(rows), torch.full((len(rows),), k))
 
-    def forget(self, request_id: str) -> None:
-        pass
-
 
 MIDDLE = {
     "Q4_1": -7.5,

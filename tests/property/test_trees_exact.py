@@ -49,7 +49,7 @@ class Wood(Drafter):
         nodes = max(p.max_drafted for p in batch.plans) if batch.branches else k
         rows = []
         above = []
-        for id, known in zip(batch.ids, batch.tokens):
+        for id, known in zip(batch.tracks, batch.tokens):
             truth = self.truth.get(id, [])[len(known) :]
             tokens = []
             parents = []
@@ -71,8 +71,8 @@ class Wood(Drafter):
         trees = list(map(DraftTree, rows, above)) if batch.branches else None
         return Draft(torch.tensor(rows), lengths, trees=trees)
 
-    def forget(self, request_id: str) -> None:
-        pass
+    def new_track(self, request_id: str) -> str:
+        return request_id
 
 
 def tree_request(id: str, prompt: list[int], k: int, tree: int, **params: Any) -> Any:

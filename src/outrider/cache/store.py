@@ -79,6 +79,8 @@ class SeqCache:
     pages: dict[GroupName, SeqPages] = field(default_factory=dict)
     room: int = 0  # positions that are reserved
     slid: int = -1  # the page of the committed length when sliding pages were last freed
+    sampling_joined: bool = False  # its slot's sampling state is this sequence's (`ModelRunner.join`)
+    unread_joined: bool = False  # likewise the rows that its drafter has not read yet (`ModelRunner.join_unread`)
 
 
 class KVStore:

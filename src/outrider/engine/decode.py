@@ -167,7 +167,7 @@ class DecodeStep:
         kv = pages.view(length - 1, self.each, self.each_start, 1, key.context)
         features = self.drafter.features_of(drafter, self.state.features.index_select(0, self.slots))
         nothing: list[list[int]] = [[]] * b
-        batch = DraftBatch([""] * b, nothing, sampling, last, length, features, kv, self.model.ops)
+        batch = DraftBatch([None] * b, nothing, sampling, last, length, features, kv, self.model.ops)
         if key.nodes:
             return drafter.build_fixed_tree(batch, k, key.nodes)
         tokens = drafter.propose(batch, k).tokens

@@ -36,6 +36,8 @@ class DraftPolicy:
         on a CPU only where tokens are drawn (docs/drafting.md); on a GPU rows cost little."""
         request = seq.request
         params = seq.request.params
+        seq.controller_state = self.controller.new_state()
+        seq.draft_track = self.drafter.new_track(seq.id) if self.drafter is not None else None
         spec = self.spec
         members = self.drafter.members if self.drafter is not None else ()
         seq.offered = {one.name: one.max_tokens for one in members if request.drafter in (True, one.name)}
@@ -66,7 +68,8 @@ class DraftPolicy:
 
     def _choose(self, ready: list[Seq], widest: int) -> tuple[list[DraftPlan], CyclePlan]:
         index = ready[0].ngram if len(ready) == 1 else None
-        earlier = self.controller.reuse([seq.id for seq in ready], index.match() if index is not None else 0)
+        match_len = index.match() if index is not None else 0
+        earlier = self.controller.reuse([seq.controller_state for seq in ready], match_len)
         if earlier is not None:
             cycle = CyclePlan(earlier, reused=True)
             plans = [self._shortened(plan, seq, widest) for plan, seq in zip(earlier, ready)]
@@ -97,12 +100,29 @@ class DraftPolicy:
         context = len(seq.tokens)
         adapter = adapter_of(seq)
         if seq.draft_tokens is not None:
-            return DraftContext(seq.id, {}, 0, left, context, True, adapter=adapter)
+            return DraftContext(
+                state=seq.controller_state,
+                drafter_available={},
+                match_len=0,
+                remaining=left,
+                context=context,
+                fixed=True,
+                adapter=adapter,
+            )
         most = self._max_draft_len(seq, widest)
         offers = {name: n for name in self.controller.drafters if (n := self._offer(seq, name, most))}
         match = seq.ngram.match() if seq.ngram is not None and "ngram" in offers else 0
-        unread = self.drafter.unread(seq.id, seq.tokens) if self.drafter is not None else 0
-        return DraftContext(seq.id, offers, match, left, context, False, self._nodes(seq, widest), unread, adapter)
+        unread = self.drafter.unread(seq.draft_track, seq.tokens) if self.drafter is not None else 0
+        return DraftContext(
+            state=seq.controller_state,
+            drafter_available=offers,
+            match_len=match,
+            remaining=left,
+            context=context,
+            nodes=self._nodes(seq, widest),
+            unread=unread,
+            adapter=adapter,
+        )
 
     def trust(self, scheduled: Sequence[ScheduledSeq]) -> dict[str, Sequence[float]]:
         """Acceptance by each drafter's confidence; if the sequences share an adapter, with that adapter."""

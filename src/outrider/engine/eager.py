@@ -217,24 +217,24 @@ class EagerExecutor(Executor):
             at = torch.tensor(which, device=self.runner.device)
             scheduled = [scheduled[i] for i in which]
             x = replace(x, slots=x.slots[at], last=x.last[at], position=x.position[at], sampling=x.sampling.select(at))
-        ids = [item.seq.id for item in scheduled]
+        tracks = [item.seq.draft_track for item in scheduled]
         tokens = [item.seq.tokens for item in scheduled]
-        batch = self._draft_batch(drafter, ids, tokens, x)
+        batch = self._draft_batch(drafter, tracks, tokens, x)
         batch.plans = [item.plan for item in scheduled]
         batch.trust = trust.get(drafter.name)
         return drafter.propose(batch, max(item.plan.k for item in scheduled))
 
     def _draft_batch(
-        self, drafter: Drafter, ids: Sequence[str], tokens: Sequence[Sequence[int]], x: CycleInput
+        self, drafter: Drafter, tracks: Sequence[object], tokens: Sequence[Sequence[int]], x: CycleInput
     ) -> DraftBatch:
         runner = self.runner
-        each, start = (torch.arange(n, device=x.slots.device) for n in (len(ids), len(ids) + 1))
+        each, start = (torch.arange(n, device=x.slots.device) for n in (len(tokens), len(tokens) + 1))
         # the longest draft of the batch may reach further than a sequence's own
         reach = x.max_context + (max(drafter.block_rows, x.rows.k) if drafter.kv_specs else 0)
         kv = runner.store.view(x.slots, x.position - 1, each, start.to(torch.int32), 1, reach)
         assert runner.drafter is not None
         features = runner.drafter.features_of(drafter, runner.features[x.slots])
-        return DraftBatch(ids, tokens, x.sampling, x.last, x.position, features, kv, x.ops)
+        return DraftBatch(tracks, tokens, x.sampling, x.last, x.position, features, kv, x.ops)
 
     # ---- timing
     @torch.inference_mode()
@@ -256,13 +256,13 @@ class EagerExecutor(Executor):
             return
         assert drafter is not None
         drafter = drafter.member(part.drafter)
-        ids = [f"scratch {i}" for i in range(batch)]
+        tracks = [drafter.new_track("scratch") for _ in range(batch)]
         unread = READING if part.kind == "reading" else 0
-        for name in ids:  # time its round, not the reading of the text
-            drafter.assume(name, [0] * max(0, context - unread))
-        drafter.propose(self._draft_batch(drafter, ids, [[0] * (context + 1)] * batch, x), k).tokens.tolist()
-        for name in ids:
-            drafter.forget(name)
+        for track in tracks:  # time its round, not the reading of the text
+            drafter.assume(track, [0] * max(0, context - unread))
+        drafter.propose(self._draft_batch(drafter, tracks, [[0] * (context + 1)] * batch, x), k).tokens.tolist()
+        for track in tracks:
+            drafter.release(track)
 
 
 def grammar_masks(matchers: Sequence[Matcher | None], trees: Sequence[DraftTree], vocab: int) -> Tensor:

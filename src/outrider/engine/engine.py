@@ -340,7 +340,14 @@ class Engine:
             seq.stats.first_emitted = n
         seq.stats.decode_s = now - seq.first_token_at
         self._metrics.count(seq, n, brought, item.plan.drafter)
-        self.policy.controller.observe(seq.id, item.plan.drafter, drafted, accepted, brought.confidence, tree)
+        self.controller.observe(
+            state=seq.controller_state,
+            drafter=item.plan.drafter,
+            drafted=drafted,
+            accepted=accepted,
+            confidence=brought.confidence,
+            tree=tree,
+        )
         if drafted:
             whole = accepted == drafted if tree is None else not tree.path or tree.path[-1] not in tree.parents
             kinds = ["accepted"] * accepted + ["bonus" if accepted and whole else "corrected"]
@@ -377,8 +384,8 @@ class Engine:
                 log.warning("the answer of %s is not shared: %s", seq.id, error)
         self.scheduler.remove(seq)
         if self.drafter is not None:
-            self.drafter.forget(seq.id)
-        self.controller.finish(seq.id)
+            self.drafter.release(seq.draft_track)
+        self.controller.apply_observations()
         del self._seqs[seq.id]
         self._metrics.cached_tokens += seq.stats.cached_tokens
         self._metrics.finished[reason] += 1

@@ -70,7 +70,7 @@ class HostExecutor(Executor):
             runner.store.flush()
             sampling = runner.sampling([item.seq for item in batch.decode])
             if self.eager is not None:
-                runner.keep_unread([item.seq for item in batch.decode])
+                runner.join_unread([item.seq for item in batch.decode])
             ahead = self._draft_ahead(batch, sampling) if self.ahead is not None or self.eager is not None else {}
             requests = []
             inside = None
@@ -108,9 +108,9 @@ class HostExecutor(Executor):
             return dict(zip(which, self.eager.drafts(scheduled, some, batch.trust)))
         plans = [x.plan for x in scheduled]
         trust = batch.trust.get(self.ahead.name)
-        ids = [x.seq.id for x in scheduled]
+        tracks = [x.seq.draft_track for x in scheduled]
         tokens = [x.seq.tokens for x in scheduled]
-        texts = DraftTexts(ids, tokens, some, plans=plans, trust=trust)
+        texts = DraftTexts(tracks, tokens, some, plans=plans, trust=trust)
         k = max(plan.k for plan in plans)
         try:
             return dict(zip(which, self.ahead.draft_on_host(texts, k, len(batch.decode) == 1)))
@@ -150,14 +150,14 @@ class HostExecutor(Executor):
         slots = self.runner.scratch_slots(batch, context + k + 1)
         self.runner.store.flush()
         if self.ahead is not None and part != VERIFY:
-            names = [f"scratch {i}" for i in range(batch)]
+            tracks = [self.ahead.new_track("scratch") for _ in range(batch)]
             text = [0] * (context + 1)
             unread = READING if part.kind == "reading" else 0
-            for name in names:
-                self.ahead.assume(name, text[: max(0, context - unread)])
-            self.ahead.draft_on_host(DraftTexts(names, [text] * batch, sampling), k, batch == 1)
-            for name in names:
-                self.ahead.forget(name)
+            for track in tracks:
+                self.ahead.assume(track, text[: max(0, context - unread)])
+            self.ahead.draft_on_host(DraftTexts(tracks, [text] * batch, sampling), k, batch == 1)
+            for track in tracks:
+                self.ahead.release(track)
             guess = [0] * k
         if self.runner.unread is not None and part != VERIFY:  # a draft reads what its last cycle accepted
             for slot in slots:

@@ -42,12 +42,10 @@ class ModelRunner:
     divided: bool = False  # other processes run the same steps: if one of them fails, all must fail
     scratch: list[SeqCache] = field(default_factory=list)  # sequences without a request, for timing steps
     adapters: AdapterPool | None = None  # None: this engine has no adapters
-    unread: UnreadRows | None = None  # what C steps have kept for a block drafter to read
+    unread: UnreadRows | None = None  # rows of C steps that a block drafter has not read yet
     # spans the scoring of a text, with the arguments of `score`
     scoring: Callable[[SeqCache, list[int], int, bool], AbstractContextManager[None]] | None = None
     slot_sampling: SlotSampling = field(init=False)
-    _joined: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `slot_sampling` holds, by slot
-    _kept: dict[int, SeqCache] = field(default_factory=dict)  # whose rows `unread` holds, by slot
     _sampled: list[Seq] = field(default_factory=list)  # the last batch,
     batch_sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
 
@@ -148,20 +146,21 @@ class ModelRunner:
                 if member.kv_specs:
                     self.switch_off(member.name, scheduled, error)
 
-    def keep_unread(self, seqs: Sequence[Seq]) -> None:
+    def join_unread(self, seqs: Sequence[Seq]) -> None:
         """Ensure that `unread` holds nothing of a slot's earlier sequence."""
         if self.unread is None:
             return
         for seq in seqs:
-            if self._kept.get(seq.held.slot) is not seq.cache:
-                self._kept[seq.held.slot] = seq.held
-                self.unread.assume(seq.held.slot, 0, 0)
+            cache = seq.held
+            if not cache.unread_joined:
+                cache.unread_joined = True
+                self.unread.assume(cache.slot, 0, 0)
 
     def catch_up(self, seqs: Sequence[Seq]) -> None:
-        """Let a block drafter read what C steps have kept of these sequences: before it drafts operation by operation,
-        before a step that it reads at once, and before pages are shared."""
+        """Feed a block drafter the rows that C steps deferred: before it drafts operation by operation, before a step
+        that it reads at once, and before pages are shared."""
         if self.unread is not None:
-            self.keep_unread(seqs)
+            self.join_unread(seqs)
             self.store.flush()
             self.unread.read([seq.held.slot for seq in seqs])
 
@@ -249,11 +248,12 @@ class ModelRunner:
         fresh = []
         self.slot_sampling.grow(asks)
         for seq in seqs:
-            if self._joined.get(seq.held.slot) is not seq.cache:
+            cache = seq.held
+            if not cache.sampling_joined:
+                cache.sampling_joined = True
                 params = seq.request.params
                 assert not (seq.num_inflight_tokens and params.altered), "its history joined with its first step"
-                self._joined[seq.held.slot] = seq.held
-                fresh.append(Joining(seq.held.slot, params, seq.request.prompt, seq.tokens[seq.prompt_len :]))
+                fresh.append(Joining(cache.slot, params, seq.request.prompt, seq.tokens[seq.prompt_len :]))
         if fresh:
             self.slot_sampling.join(fresh)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..spec.plan import CostPart, CyclePlan, VerifiedTree
+from ..spec.plan import ControllerState, CostPart, CyclePlan, VerifiedTree
 from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams, SoftSpan
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class Seq:
     id: str = field(init=False)
     answer: OutputProcessor = field(init=False)  # the engine's own data: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
+    controller_state: ControllerState = field(init=False)
+    draft_track: object = None  # what the drafter keeps for it (`Drafter.new_track`)
     altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens

@@ -265,13 +265,15 @@ class Follower:
         if step is None:
             return
         for name in step.left:
-            self._seqs.pop(name, None)
-            if self.engine.drafter is not None:
-                self.engine.drafter.forget(name)
+            seq = self._seqs.pop(name, None)
+            if seq is not None and self.engine.drafter is not None:
+                self.engine.drafter.release(seq.draft_track)
         for request in step.joined:
             seq = Seq(request, 0.0, [])
             grammar = request.params.grammar
             seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
+            if self.engine.drafter is not None:
+                seq.draft_track = self.engine.drafter.new_track(request.id)
             self._seqs[request.id] = seq
         for scheduled in (step.batch.prompts, step.batch.decode):
             for i, item in enumerate(scheduled):

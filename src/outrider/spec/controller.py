@@ -7,8 +7,8 @@ exponentially weighted per request, drawn towards the estimate over all requests
 from the model card's prior.
 
 Safety: a new drafter starts with short drafts; plain decoding is left only for a predicted gain of more than `margin`;
-a request that has lost time must earn it back before it may risk more (`SeqState.loss_budget`); exploring costs at
-most `explore` of all time. All numbers are in `Tuning`.
+a request that has lost time must earn it back before it may risk more (`ControllerState.loss_budget`); exploring costs
+at most `explore` of all time. All numbers are in `Tuning`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from numpy.typing import NDArray
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import AcceptanceProfile, AcceptanceTable, CycleStats, DrafterStats, PositionStats, Source
 from .cost import CostTable, at_k
-from .plan import DEEPEST, TIMED, Candidate, CostPart, CycleBookings, CyclePlan, DraftContext, SeqState, VerifiedTree
+from .plan import (
+    DEEPEST,
+    TIMED,
+    Candidate,
+    ControllerState,
+    CostPart,
+    CycleBookings,
+    CyclePlan,
+    DraftContext,
+    DraftOutcome,
+    VerifiedTree,
+)
 from .tuning import Tuning, match_range
 
 Rated = dict[str | None, Candidate]  # by drafter
@@ -31,8 +42,8 @@ Array = NDArray[np.float64]
 
 
 class Controller:
-    """`propose` and `commit` before a cycle; `observe` per sequence and `observe_step` once after it; `finish` at the
-    end of a request."""
+    """`propose` and `commit` before a cycle; `observe` per sequence and `observe_step` once after it. What it knows of
+    one sequence is in that sequence's `ControllerState`."""
 
     def __init__(
         self,
@@ -45,7 +56,6 @@ class Controller:
         self.drafters = drafters
         self.tuning = tuning
         self.acceptance = AcceptanceTable(tuning, profiles or {}, lambda name: self.cost.free(name))
-        self._seqs: dict[str, SeqState] = {}
         self.warnings: list[str] = []  # each reported once, in the order of detection
         self._told: set[tuple[str, str]] = set()
         self._time = 0.0  # all cycles so far, in table seconds
@@ -54,13 +64,17 @@ class Controller:
         self._wait = self._interval = 0  # and the cycles until the other one is tried, and between two such cycles
         # of the cycle under way, a sequence each: drafter, tokens verified, drafted
         self._cycle: list[tuple[str | None, int, float]] = []
-        self._resting: list[str] = []  # the batch that was planned last,
+        self._resting: list[ControllerState] = []  # the batch that was planned last,
         self._held: list[DraftPlan] = []  # its plan,
         self._rest = 0  # for how many more steps that holds (of a single sequence: unless a longer match turns up),
         self._pause = 0  # for how many it held the time before,
         self._match = 0  # and the match that a single sequence had
-        self._untold: list[Callable[[], None]] = []  # observations to be learnt from
+        self._pending: list[Callable[[], None]] = []  # observations to be learnt from
         self.planned = False  # until the first plan nothing is learnt
+
+    def new_state(self) -> ControllerState:
+        """The state of a new sequence."""
+        return ControllerState(self.tuning.probe_first)
 
     # ---- before a cycle ----
     def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
@@ -71,26 +85,24 @@ class Controller:
 
     def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
         """Drafter and K of each sequence. Nothing is booked until `commit`, so a proposal may be discarded."""
-        self._apply_observations()
+        self.apply_observations()
         if not seqs:
             return CyclePlan([])
         size = len(seqs)
         context = sum(view.context for view in seqs) // len(seqs)
         tuning = self.tuning
-        wait = tuning.probe_first
-        states = [self._seqs.get(view.id) or self._seqs.setdefault(view.id, SeqState(wait)) for view in seqs]
-        rated = self._rate_one(seqs[0], states[0]) if size == 1 else self._rate_batch(seqs, states, context)
+        rated = self._rate_one(seqs[0]) if size == 1 else self._rate_batch(seqs, context)
         margin = tuning.margin if size == 1 else tuning.batch_margin
         plain_rate = size / self.cost.curve(None, size, context)[0] * (1.0 + margin)
         plain = Candidate(plain_rate, [NO_DRAFT] * size)
         best = max([plain, *rated.values()], key=lambda candidate: candidate.rate)
-        bookings = CycleBookings(seqs, states, context)
+        bookings = CycleBookings(seqs, context)
         rival = self._rival(rated, best, bookings) if len(rated) > 1 else None
         chosen = best if rival is None else rival
         plans = [self._ending(view, plan, context, size, best.rate) for view, plan in zip(seqs, chosen.plans)]
         if best is plain:
-            for i, (view, state) in enumerate(zip(seqs, states, strict=True)):
-                plans[i] = self._maybe_probe(view, state, bookings)
+            for i, view in enumerate(seqs):
+                plans[i] = self._maybe_probe(view, bookings)
                 if plans[i].k:
                     break  # one probe per cycle, since the whole batch pays for it
         elif size == 1:
@@ -116,12 +128,12 @@ class Controller:
             probing.wait = probing.interval
             probing.probing = True
         if bookings.drafting_alone:
-            state = bookings.states[0]
+            state = bookings.views[0].state
             state.interval = tuning.probe_first
             state.wait = tuning.probe_first
         self._note(bookings, cycle.plans)
-        once = bookings.compares or any(state.probing for state in bookings.states)
-        self._hold(bookings.views, cycle.plans, once, bookings.states[0].loss_budget)
+        once = bookings.compares or any(view.state.probing for view in bookings.views)
+        self._hold(bookings.views, cycle.plans, once, bookings.views[0].state.loss_budget)
 
     def _rival(self, rated: Rated, best: Candidate, bookings: CycleBookings) -> Candidate | None:
         """In some cycles the network drafter not in use drafts: they teach about it, count as probes, become rarer."""
@@ -153,7 +165,7 @@ class Controller:
             self._interval = min(tuning.compare_last, 2 * self._interval)
             self._wait = self._interval
 
-    def _rate_one(self, view: DraftContext, seq: SeqState) -> Rated:
+    def _rate_one(self, view: DraftContext) -> Rated:
         """By drafter, the plan with most tokens per second for a single sequence, of those whose loss it could bear."""
         rated: Rated = {}
         for name in self.drafters:
@@ -163,37 +175,37 @@ class Controller:
             cap, source, shared = offer
             toll = self._catch_up_cost(view, name)
             options = self._ending_option if shared.calibrated else self._fixed_options
-            for k, nodes, rate in options(view, seq, source, shared, cap):
+            for k, nodes, rate in options(view, source, shared, cap):
                 rate = rate / (1.0 + rate * toll) if toll else rate
                 if name not in rated or rate > rated[name].rate:
                     rated[name] = Candidate(rate, [DraftPlan(name, k, nodes=nodes)])
         return rated
 
     def _ending_option(
-        self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
+        self, view: DraftContext, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float]]:
         """K, tokens of a tree and tokens per second. For drafts that end themselves K does not determine the gain: past
         cycles do."""
         times = self.cost.curve(source.drafter, 1, view.context)
         most = min(cap, self.cost.reach(source.drafter, 1, view.context, self.tuning.sure))
-        top = self._risk(seq, shared, times, most)
+        top = self._risk(view.state, shared, times, most)
         # near its limit of losses: one row more than the chain would have
         nodes = 0 if not shared.proven else view.nodes if top == most else min(view.nodes, top + 1)
         if top:
-            yield top, nodes if nodes > 1 else 0, self._yield(seq, source, shared, times)
+            yield top, nodes if nodes > 1 else 0, self._yield(view.state, source, shared, times)
 
     def _fixed_options(
-        self, view: DraftContext, seq: SeqState, source: Source, shared: DrafterStats, cap: int
+        self, view: DraftContext, source: Source, shared: DrafterStats, cap: int
     ) -> Iterator[tuple[int, int, float]]:
         """The same for the best K, of a chain and of a tree of a fixed size."""
         name = source.drafter
-        expected = self._expected(seq, source, shared)
+        expected = self._expected(view.state, source, shared)
         kinds = [(0, cap, 1.0)]
         if view.nodes >= TIMED and shared.proven and self.cost.has_trees(name):
             kinds.append((view.nodes, min(cap, DEEPEST), shared.in_trees / shared.in_chains))
         for nodes, deepest, lift in kinds:
             curve = self.cost.curve(name, 1, view.context, nodes > 0)
-            pairs = zip(expected[1 : self._risk(seq, shared, curve, deepest) + 1], curve[1:])
+            pairs = zip(expected[1 : self._risk(view.state, shared, curve, deepest) + 1], curve[1:])
             rates = [(1.0 + lift * (tokens - 1.0)) / seconds for tokens, seconds in pairs]
             if rates:
                 yield rates.index(max(rates)) + 1, nodes, max(rates)
@@ -204,15 +216,15 @@ class Controller:
             return 0.0
         return view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, self.tuning.horizon))
 
-    def _yield(self, seq: SeqState, source: Source, shared: DrafterStats, times: Sequence[float]) -> float:
+    def _yield(self, state: ControllerState, source: Source, shared: DrafterStats, times: Sequence[float]) -> float:
         """Tokens per second of drafts that end themselves in this request."""
         # nothing was drafted yet: start from the gain of the best fixed K by the profile
         if shared.worth is None:
-            expected = self._expected(seq, source, shared)
+            expected = self._expected(state, source, shared)
             k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
             shared.worth = CycleStats(expected[k], k, k, self.tuning.yield_weight)
         name = source.drafter
-        mine = seq.yields.get(name) or seq.yields.setdefault(name, CycleStats())
+        mine = state.yields.get(name) or state.yields.setdefault(name, CycleStats())
         made, verified, drafted = mine.beside(shared.worth, self.tuning.yield_weight)
         return made / (at_k(times, verified) + (drafted - verified) * self.cost.further(name))
 
@@ -245,29 +257,29 @@ class Controller:
             cap = min(cap, 2 + shared.accepted)  # unproven: drafts grow as tokens are accepted
         return cap, source, shared
 
-    def _expected(self, seq: SeqState, source: Source, shared: DrafterStats) -> list[float]:
-        expected = seq.expected.get(source)
+    def _expected(self, state: ControllerState, source: Source, shared: DrafterStats) -> list[float]:
+        expected = state.expected.get(source)
         if expected is None:
-            arm = seq.arms.get(source)
+            arm = state.arms.get(source)
             chain = shared.a if arm is None else arm.estimate(shared.a, self.tuning.request_weights)
             expected = [1.0]
             path = 1.0
             for a in chain:
                 path *= a
                 expected.append(expected[-1] + path)
-            seq.expected[source] = expected
+            state.expected[source] = expected
         return expected
 
-    def _risk(self, seq: SeqState, shared: DrafterStats, times: Sequence[float], cap: int) -> int:
+    def _risk(self, state: ControllerState, shared: DrafterStats, times: Sequence[float], cap: int) -> int:
         """The longest draft whose loss this request could bear: without any acceptance it loses a few percent."""
         start, rate = self.tuning.risk if shared.proven else self.tuning.unproven_risk
-        allowed = (seq.loss_budget + start + rate * seq.tokens) * times[0]
+        allowed = (state.loss_budget + start + rate * state.tokens) * times[0]
         k = cap
         while k > 0 and times[k] - times[0] > allowed:
             k -= 1
         return k
 
-    def _maybe_probe(self, view: DraftContext, state: SeqState, bookings: CycleBookings) -> DraftPlan:
+    def _maybe_probe(self, view: DraftContext, bookings: CycleBookings) -> DraftPlan:
         """A token of the drafter that costs least. It does not end early: a token left out would not be measured."""
         offered = [name for name in self.drafters if self._offer(view, name) is not None]
         if not offered:
@@ -278,25 +290,26 @@ class Controller:
         name = min(offered, key=lambda name: self.cost.curve(name, size, context)[1])
         times = self.cost.curve(name, size, context)
         reading = self._catch_up_cost(view, name) * min(view.remaining, tuning.horizon)
+        state = view.state
         bookings.waited.append(state)
         if state.wait > 1 or self._explored + times[1] - times[0] + reading > tuning.explore * self._time:
             return NO_DRAFT
         bookings.probing = state
         return DraftPlan(name, 1)
 
-    def reuse(self, ids: Sequence[str], match_len: int = 0) -> list[DraftPlan] | None:
+    def reuse(self, states: Sequence[ControllerState], match_len: int = 0) -> list[DraftPlan] | None:
         """The last plan, if it is still valid for this batch (of a single sequence: unless it found a longer match);
         None: propose again. Planning takes a few percent of a step, so a plan is kept for some steps if the batch
         drafts, and for one, three, seven, then fifteen while the same sequences decode plainly. The caller shortens a
         draft that has become longer than the remaining output, and commits it as a `CyclePlan` that is `reused`."""
-        if self._rest == 0 or self._resting != ids or (len(ids) == 1 and match_range(match_len) > self._match):
+        if self._rest == 0 or self._resting != states or (len(states) == 1 and match_range(match_len) > self._match):
             return None
         return self._held
 
     def _hold(self, seqs: Sequence[DraftContext], plans: list[DraftPlan], once: bool, gained: float) -> None:
         """How long this plan is kept; `once`: not at all. gained: by the first request so far, in plain steps."""
         tuning = self.tuning
-        who = [view.id for view in seqs]
+        who = [view.state for view in seqs]
         if len(seqs) == 1:  # a request near its limit of losses is planned every cycle
             keeps = not once and plans[0].stop and gained > tuning.risk[0]
             self._rest = tuning.hold_one if keeps else 0
@@ -312,7 +325,7 @@ class Controller:
         self._resting = who
         self._held = plans
 
-    def _rate_batch(self, seqs: Sequence[DraftContext], states: Sequence[SeqState], context: int) -> Rated:
+    def _rate_batch(self, seqs: Sequence[DraftContext], context: int) -> Rated:
         """By drafter that takes time (at most one runs in a cycle; free ones always may), the plan with most tokens per
         second for the whole batch: within a maximum K for all, each sequence's K after which a token is worth less than
         its row costs."""
@@ -323,7 +336,7 @@ class Controller:
         for runs in [*(name for name in self.drafters if not self.cost.free(name)), None]:
             rows: list[list[float]] = []
             owners: list[str | None] = []
-            for view, seq in zip(seqs, states, strict=True):
+            for view in seqs:
                 row = [1.0]
                 owner = None
                 for name in self.drafters:
@@ -332,9 +345,9 @@ class Controller:
                         if offer is None or self._catch_up_cost(view, name) > tuning.batch_catch_up * verify[0] / size:
                             continue
                         cap, source, shared = offer
-                        expected = self._expected(seq, source, shared)
+                        expected = self._expected(view.state, source, shared)
                         times = self.cost.curve(name, size, context)
-                        cap = self._risk(seq, shared, times, cap)
+                        cap = self._risk(view.state, shared, times, cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else tuning.rival):
                             row = expected[: cap + 1]
                             owner = name
@@ -366,21 +379,22 @@ class Controller:
             curve: Sequence[float] = self.cost.curve(only.drafter, 1, context, tree)
         else:
             curve = [self.cost.mixed([(plan.drafter, plan.k, plan.k) for plan in plans], context)]
-        for view, seq, plan in zip(seqs, bookings.states, plans, strict=True):
-            seq.curve = curve
-            seq.plain = plain / size
-            seq.step = plain
-            seq.planned = plan.k
-            seq.fixed = view.fixed
+        for view, plan in zip(seqs, plans, strict=True):
+            state = view.state
+            state.curve = curve
+            state.plain = plain / size
+            state.step = plain
+            state.planned = plan.k
+            state.fixed = view.fixed
             match = match_range(view.match_len) if plan.drafter == "ngram" else 0
-            seq.source = Source(plan.drafter or "", match, view.adapter)
-            seq.committed = True
+            state.source = Source(plan.drafter or "", match, view.adapter)
+            state.committed = True
             self._time += curve[min(plan.k, len(curve) - 1)] / size
 
     # ---- after a cycle ----
     def observe(
         self,
-        id: str,
+        state: ControllerState,
         drafter: str | None,
         drafted: int,
         accepted: int,
@@ -391,7 +405,8 @@ class Controller:
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens, at most {MAX_DRAFT} in all")
         if self.planned:
-            self._untold.append(partial(self._learn, (id, drafter, drafted, accepted, confidence, tree)))
+            outcome = DraftOutcome(state, drafter, drafted, accepted, confidence, tree)
+            self._pending.append(partial(self._learn, outcome))
 
     def observe_step(
         self, batch: int, k: float, context: int, seconds: float, drafter: str | None, tree: bool = False
@@ -399,45 +414,44 @@ class Controller:
         """The wall time of a cycle without prompt rows. k: tokens per sequence; tree: depth of fixed trees."""
         if not self.planned:
             return
-        self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter, tree))
-        if len(self._untold) >= self.tuning.untold:
-            self._apply_observations()
+        self._pending.append(partial(self._time_step, batch, k, context, seconds, drafter, tree))
+        if len(self._pending) >= self.tuning.untold:
+            self.apply_observations()
 
-    def _apply_observations(self) -> None:
+    def apply_observations(self) -> None:
         """Learn from the observations since the last plan, several cycles at once: between two passes over the weights
         all code is out of the CPU caches, and the second call of a function costs a fraction of the first."""
         # each once, even if one raises
-        told = self._untold
-        self._untold = []
-        for learn in told:
+        pending = self._pending
+        self._pending = []
+        for learn in pending:
             learn()
 
-    def _learn(self, outcome: tuple[str, str | None, int, int, Sequence[float] | None, VerifiedTree | None]) -> None:
-        id, drafter, drafted, accepted, confidence, tree = outcome
+    def _learn(self, outcome: DraftOutcome) -> None:
+        state, drafter, drafted, accepted, confidence, tree = outcome
         steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
         self._cycle.append((drafter, drafted, steps))
-        seq = self._seqs.get(id)
-        if seq is None or not seq.committed:  # never planned here: its K was chosen elsewhere
+        if not state.committed:  # never planned here: its K was chosen elsewhere
             return
-        seq.tokens += accepted + 1
-        if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
+        state.tokens += accepted + 1
+        if drafter is None or state.fixed or (drafted == 0 and confidence is None):
             return
         fixed = tree is not None and confidence is None  # its size, and so its cost: by depth, not by tokens
-        seconds = seq.curve[min(seq.planned if fixed else drafted, len(seq.curve) - 1)]
-        if confidence is not None and steps != drafted and len(seq.curve) > 1:  # a token left out took time as well
+        seconds = state.curve[min(state.planned if fixed else drafted, len(state.curve) - 1)]
+        if confidence is not None and steps != drafted and len(state.curve) > 1:  # a token left out took time as well
             seconds += (steps - drafted) * self.cost.further(drafter)
-        seq.loss_budget += accepted + 1 - seconds / seq.step
-        if seq.probing:
+        state.loss_budget += accepted + 1 - seconds / state.step
+        if state.probing:
             # The whole batch waits for a probe, and only this sequence gains by it.
-            self._explored = max(0.0, self._explored + seconds - seq.step - accepted * seq.plain)
-            seq.probing = False
-        source = seq.source if seq.source.drafter == drafter else Source(drafter, 0, seq.source.adapter)
+            self._explored = max(0.0, self._explored + seconds - state.step - accepted * state.plain)
+            state.probing = False
+        source = state.source if state.source.drafter == drafter else Source(drafter, 0, state.source.adapter)
         shared = self.acceptance[source]
         tuning = self.tuning
         if shared.worth is not None:
             shared.worth.add(accepted + 1, drafted, steps, tuning.keep)
-            if drafter in seq.yields:
-                seq.yields[drafter].add(accepted + 1, drafted, steps, tuning.request_keep)
+            if drafter in state.yields:
+                state.yields[drafter].add(accepted + 1, drafted, steps, tuning.request_keep)
         if tree is not None and confidence is not None:
             # Its main chain counts like a chain; its branches measure the value of branches.
             for j, right in tree.judged():
@@ -447,16 +461,16 @@ class Controller:
             confidence = confidence[: tree.chain]
         elif tree is not None:  # a main chain left out for other branches had a low confidence: it counts as rejected
             shared.branched(accepted, tree.chain_accepted)
-            drafted = max(tree.chain, seq.planned)
+            drafted = max(tree.chain, state.planned)
             accepted = tree.chain_accepted
         # An earlier plan may have been run again: it may have drafted, even if no token was verified.
-        planned = max(1, seq.planned, drafted)
+        planned = max(1, state.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)
-        arm = seq.arms.get(source) or seq.arms.setdefault(source, PositionStats())
+        arm = state.arms.get(source) or state.arms.setdefault(source, PositionStats())
         # A draft that ended itself emits no more than one that was rejected at that place, so it counts as rejected
         # there.
         arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, tuning.request_keep)
-        seq.expected.pop(source, None)
+        state.expected.pop(source, None)
         if shared.judged >= tuning.broken_after and (shared.judged == tuning.broken_after or shared.judged % 64 == 0):
             self._judge(source, shared)
 
@@ -486,10 +500,6 @@ class Controller:
     def trust(self, drafter: str, adapter: str = "") -> list[float]:
         """Acceptance by confidence, 16 bins: index with int(confidence · 16), at most 15. The list never changes."""
         return self.acceptance[Source(drafter, 0, adapter)].trust
-
-    def finish(self, id: str) -> None:
-        self._apply_observations()
-        self._seqs.pop(id, None)
 
 
 def choose_k(

@@ -137,15 +137,14 @@ class DraftModel(Drafter):
         self.chain = ops.draft_chain(model, self.head, listed)
         self.host_rounds = self.chain is not None
         self.pages = DraftPages(model.config, ops.kv_dtype(model.dtype), model.device)
-        self.tracks: dict[str, Track] = {}
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         if self.chain is not None and batch.sampling.cut is None:
             return self._one_call(batch, k)
         self._remember()
-        fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(batch.ids[i], tokens, k)]
-        tokens = batch.last.new_zeros((len(batch.ids), k))
+        fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(batch.tracks[i], tokens, k)]
+        tokens = batch.last.new_zeros((len(batch.tokens), k))
         if not fit:
             return Draft(tokens, torch.zeros_like(batch.position))
         at = torch.tensor(fit, device=batch.last.device)
@@ -155,25 +154,26 @@ class DraftModel(Drafter):
         confidence = drafted.confidence.new_zeros(tokens.shape).index_copy_(0, at, drafted.confidence)
         return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, confidence)
 
-    def _fits(self, request_id: str, tokens: Sequence[int], k: int) -> bool:
-        track = self.tracks.setdefault(request_id, Track())
+    def new_track(self, request_id: str) -> Track:
+        return Track()
+
+    def _fits(self, track: Track, tokens: Sequence[int], k: int) -> bool:
         track.look(tokens, self.known)
         return not track.foreign and len(tokens) + k <= self.model.config.max_context
 
     # ---- in one call
     def draft_on_host(self, texts: DraftTexts, k: int, alone: bool) -> list[DraftResult]:
         """A text still being read has no draft: few tokens are read per round, so that no sequence waits long."""
-        ids = texts.ids
         tokens = texts.tokens
         plans = texts.plans
         sampling = texts.sampling
         assert self.chain is not None
         self._remember()
-        fit = [i for i, text in enumerate(tokens) if self._fits(ids[i], text, k)]
-        tracks = [self.tracks[ids[i]] for i in fit]
+        fit = [i for i, text in enumerate(tokens) if self._fits(texts.tracks[i], text, k)]
+        tracks = [texts.tracks[i] for i in fit]
         self._read(tracks, [tokens[i] for i in fit], k, READ if alone else READ_BESIDE, READ_IN_ROUND)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(tokens[i]) - t.agree(tokens[i]) <= READ_IN_ROUND]
-        out = [NO_RESULT] * len(ids)
+        out = [NO_RESULT] * len(tokens)
         if not ready:
             return out
         behind = []
@@ -181,7 +181,7 @@ class DraftModel(Drafter):
             start = min(track.sure, len(tokens[i]) - 1)
             ends = (plans[i].stop, plans[i].drop) if plans is not None else (0.0, 0.0)
             behind.append(DraftRequest(tokens[i][start:], start, track.pages, list(track.unlisted), *ends))
-        some = sampling if len(ready) == len(ids) else sampling.select(torch.tensor([i for i, _ in ready]))
+        some = sampling if len(ready) == len(tokens) else sampling.select(torch.tensor([i for i, _ in ready]))
         made = self.chain.run(behind, self.pages.all, k, some, texts.trust)
         for (i, track), was, brought in zip(ready, behind, made):
             track.held[was.start :] = [*was.tokens, *brought.tokens[:-1]]
@@ -212,7 +212,7 @@ class DraftModel(Drafter):
         return self.model.forward(tokens, view, wanted=wanted).hidden
 
     def _one_call(self, batch: DraftBatch, k: int) -> Draft:
-        made = self.draft_on_host(batch, k, len(batch.ids) == 1)
+        made = self.draft_on_host(batch, k, len(batch.tokens) == 1)
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
         confidence = torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32)
         lengths = torch.tensor([m.length for m in made])
@@ -220,9 +220,9 @@ class DraftModel(Drafter):
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
-        tracks = [self.tracks[batch.ids[i]] for i in fit]
+        tracks = [batch.tracks[i] for i in fit]
         texts = [batch.tokens[i] for i in fit]
-        sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
+        sampling = batch.sampling if len(fit) == len(batch.tokens) else batch.sampling.select(at)
         plans = None if batch.plans is None else [batch.plans[i] for i in fit]
         own = replace(batch, last=batch.last[at], position=batch.position[at], sampling=sampling, plans=plans)
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
@@ -282,27 +282,24 @@ class DraftModel(Drafter):
             for track, tokens in zip(tracks, drafted.tolist()):
                 track.held += tokens
 
-    def unread(self, request_id: str, tokens: Sequence[int]) -> int:
+    def unread(self, track: Track, tokens: Sequence[int]) -> int:
         """How many tokens of a text it has not read, except those that every round reads."""
-        track = self.tracks.get(request_id)
-        return max(0, len(tokens) - (len(track.held) if track is not None else 0) - 2)
+        return max(0, len(tokens) - len(track.held) - 2)
 
-    def assume(self, request_id: str, tokens: Sequence[int]) -> None:
+    def assume(self, track: Track, tokens: Sequence[int]) -> None:
         """Treat the K/V of `tokens` as present, for timing."""
         self._remember()
-        track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))
         track.held[:] = tokens
         track.sure = len(tokens)
 
-    def forget(self, request_id: str) -> None:
+    def release(self, track: Track) -> None:
         self._remember()
-        track = self.tracks.pop(request_id, None)
-        if track is not None:
-            self.pages.free += track.pages
+        self.pages.free += track.pages
+        track.pages = []
 
-    def check(self) -> None:
-        """Every page but page 0 is free or held by one sequence."""
-        held = [p for t in self.tracks.values() for p in t.pages]
-        if sorted(held + self.pages.free) != list(range(1, self.pages.count)):
+    def check(self, tracks: Sequence[Track]) -> None:
+        """Audit: every page but page 0 is free or belongs to one of all tracks."""
+        used = [page for track in tracks for page in track.pages]
+        if sorted(used + self.pages.free) != list(range(1, self.pages.count)):
             raise AssertionError("draft model: pages leak")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ Score = Callable[[int, Tensor, Tensor | None], tuple[Tensor | None, Tensor]]
 class DraftTexts:
     """The sequences of a draft as the host knows them."""
 
-    ids: Sequence[str]  # the requests' ids, for drafters that keep something per sequence
+    tracks: Sequence[Any]  # what the drafter keeps per sequence (`Drafter.new_track`)
     tokens: Sequence[Sequence[int]]  # all L tokens of each sequence
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
     # [B] where a draft may end itself and how it may branch; None: k tokens each, as a chain. A drafter that does not
@@ -106,19 +106,23 @@ class Drafter:
     def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
         raise NotImplementedError(f"{self.name} builds no trees in captured steps")
 
-    def unread(self, request_id: str, tokens: Sequence[int]) -> int:
+    def new_track(self, request_id: str) -> Any:
+        """What it keeps for a new sequence, which owns it; `release` ends it. Most drafters keep nothing."""
+        return None
+
+    def unread(self, track: Any, tokens: Sequence[int]) -> int:
         """How many tokens of the text it must read itself before it can draft."""
         return 0
 
-    def assume(self, request_id: str, tokens: Sequence[int]) -> None:
+    def assume(self, track: Any, tokens: Sequence[int]) -> None:
         """Treat `tokens` as read, for timing a round after a long text without running it."""
 
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
         """Write its own K/V of a target pass. streams [R, H] each: tapped layers; following [R]: next tokens."""
         raise NotImplementedError(f"{self.name} keeps no K/V")
 
-    def forget(self, request_id: str) -> None:
-        """The request has ended: drop its state. Most drafters have none."""
+    def release(self, track: Any) -> None:
+        """The sequence has ended: free what its track holds."""
 
 
 class DrafterPair(Drafter):

@@ -1,4 +1,4 @@
-"""The controller's input per sequence (`DraftContext`), its state (`SeqState`) and its proposal (`CyclePlan`)."""
+"""The controller's input (`DraftContext`) and state (`ControllerState`) per sequence; its proposal (`CyclePlan`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,33 @@ TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has 
 READING = 48  # unread tokens of the round by which reading is timed
 
 
+class ControllerState:
+    """What the controller knows of one sequence."""
+
+    def __init__(self, wait: int) -> None:
+        self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
+        # tokens per cycle for K = 0..16, by source; forgotten when one is observed
+        self.expected: dict[Source, list[float]] = {}
+        self.yields: dict[str, CycleStats] = {}  # by drafter: statistics of drafts that end themselves in this request
+        self.loss_budget = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
+        self.tokens = 0  # emitted so far
+        self.interval = wait  # cycles between two probes; doubles while they find nothing
+        self.wait = wait  # cycles until the next probe
+        self.probing = False  # the cycle under way is a probe
+        # Of the cycle under way:
+        self.source = Source("")  # the source whose statistics it updates
+        self.curve: Sequence[float] = (1.0,)  # its seconds by K; in a batch one entry, whatever K
+        self.step = 1.0  # seconds of a plain cycle in its place
+        self.plain = 0.0  # this sequence's share of those
+        self.planned = 0  # its K as planned; a draft that ends itself may be shorter
+        self.fixed = False  # the request gives its K: nothing is learnt from it
+        self.committed = False  # some cycle of it was planned and run
+
+
 class DraftContext(NamedTuple):
-    id: str
+    """One sequence before a cycle."""
+
+    state: ControllerState
     drafter_available: Mapping[str, int]  # maximum tokens each could draft now (an n-gram drafter: 0 without a match)
     match_len: int  # length of the suffix that the n-gram drafter found again
     remaining: int  # tokens that may still be emitted
@@ -31,6 +56,17 @@ class DraftContext(NamedTuple):
 class Candidate(NamedTuple):
     rate: float  # tokens per second
     plans: list[DraftPlan]
+
+
+class DraftOutcome(NamedTuple):
+    """What came of one sequence's draft."""
+
+    state: ControllerState
+    drafter: str | None
+    drafted: int  # tokens verified; of a tree all of them
+    accepted: int
+    confidence: Sequence[float] | None
+    tree: VerifiedTree | None
 
 
 class CostPart(NamedTuple):
@@ -66,36 +102,14 @@ class VerifiedTree(DraftTree):
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
 
 
-class SeqState:
-    def __init__(self, wait: int) -> None:
-        self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
-        # tokens per cycle for K = 0..16, by source; forgotten when one is observed
-        self.expected: dict[Source, list[float]] = {}
-        self.yields: dict[str, CycleStats] = {}  # by drafter: statistics of drafts that end themselves in this request
-        self.loss_budget = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
-        self.tokens = 0  # emitted so far
-        self.interval = wait  # cycles between two probes; doubles while they find nothing
-        self.wait = wait  # cycles until the next probe
-        self.probing = False  # the cycle under way is a probe
-        # Of the cycle under way:
-        self.source = Source("")  # the source whose statistics it updates
-        self.curve: Sequence[float] = (1.0,)  # its seconds by K; in a batch one entry, whatever K
-        self.step = 1.0  # seconds of a plain cycle in its place
-        self.plain = 0.0  # this sequence's share of those
-        self.planned = 0  # its K as planned; a draft that ends itself may be shorter
-        self.fixed = False  # the request gives its K: nothing is learnt from it
-        self.committed = False  # some cycle of it was planned and run
-
-
 @dataclass
 class CycleBookings:
     """Changes of the controller's accounts that a proposal causes if its cycle runs (`Controller.commit`)."""
 
     views: Sequence[DraftContext]
-    states: Sequence[SeqState]  # of the same sequences
     context: int  # their mean length
-    waited: list[SeqState] = field(default_factory=list)  # one cycle less until their next probe
-    probing: SeqState | None = None  # this sequence's draft is a probe
+    waited: list[ControllerState] = field(default_factory=list)  # one cycle less until their next probe
+    probing: ControllerState | None = None  # this sequence's draft is a probe
     drafting_alone: bool = False  # a single sequence drafts: its probes start again from short intervals
     network_drafter: str | None = None  # of two, the one that is better now
     compares: bool = False  # the other one drafts in this cycle, to learn about it

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engines import VARIANTS, mtp_drafter, tiny_engine, tiny_model
+from tests.unit.spec.test_draft_model import AuditedDraftModel
 
 from outrider.engine import calibrate as module
 from outrider.engine.calibrate import calibrate
@@ -14,7 +15,6 @@ from outrider.engine.engine import Engine
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
-from outrider.spec.draft_model import DraftModel
 from outrider.spec.plan import CostPart
 from outrider.weights.load import dummy_weights
 
@@ -26,7 +26,7 @@ def engine_with(kind: str) -> Engine:
     drafter = {
         "ngram": lambda: None,
         "mtp": lambda: mtp_drafter(model, "dense"),
-        "draft": lambda: DraftModel(tiny_model("llama", 3)),
+        "draft": lambda: AuditedDraftModel(tiny_model("llama", 3)),
     }[kind]()
     return tiny_engine("dense", drafter, model=model, k=None)
 
@@ -41,8 +41,8 @@ def test_the_second_start_takes_the_stored_table(kind: str, tmp_path: Path, monk
         table = calibrate(engine, KEY, path)
         assert path.is_file() and table.key == KEY and table.verify(1, 0, 256) > 0
         engine.check()
-        if isinstance(engine.drafter, DraftModel):
-            engine.drafter.check()
+        if isinstance(engine.drafter, AuditedDraftModel):
+            engine.drafter.audit()
             assert not engine.drafter.tracks  # the scratch sequences were given back
 
 
@@ -67,7 +67,7 @@ def test_a_host_cycle_without_a_drafter_is_checked_on_the_second_start(
 def test_a_draft_model_is_timed_with_its_keys_in_place() -> None:
     """Each probe once ran the draft model's whole prompt again, and its steps looked too dear ever to be used."""
     engine = engine_with("draft")
-    assert isinstance(engine.drafter, DraftModel)
+    assert isinstance(engine.drafter, AuditedDraftModel)
     rows: list[int] = []
     inner = engine.drafter.model.forward
     engine.drafter.model.forward = lambda ids, kv, **rest: (rows.append(len(ids)), inner(ids, kv, **rest))[1]
@@ -77,4 +77,4 @@ def test_a_draft_model_is_timed_with_its_keys_in_place() -> None:
             engine.executors[-1].probe(CostPart("draft", "draft_model"), batch, 4, 256)
             assert rows == [batch] * 4
     engine.runner.close_scratch()
-    engine.drafter.check()
+    engine.drafter.audit()

@@ -52,7 +52,7 @@ class Told(Controller):
 
     def observe(
         self,
-        id: str,
+        state: object,
         drafter: str | None,
         drafted: int,
         accepted: int,
@@ -77,16 +77,16 @@ class Knows(Drafter):
         self.lengths: list[list[int]] = []
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        assert batch.trust is not None and len(batch.trust) == 16 and len(batch.plans or ()) == len(batch.ids)
-        tokens = torch.zeros((len(batch.ids), k), dtype=torch.int64)
-        for b, (id, seen) in enumerate(zip(batch.ids, batch.tokens)):
+        assert batch.trust is not None and len(batch.trust) == 16 and len(batch.plans or ()) == len(batch.tracks)
+        tokens = torch.zeros((len(batch.tracks), k), dtype=torch.int64)
+        for b, (id, seen) in enumerate(zip(batch.tracks, batch.tokens)):
             for j, token in enumerate(self.answers[id][len(seen) - len(PROMPT) :][:k]):
                 tokens[b, j] = token if self.random.random() < 0.75 else (token + 1) % VOCAB
-        self.lengths.append([self.random.randint(0, k) for _ in batch.ids])
-        return Draft(tokens, torch.tensor(self.lengths[-1]), confidence=torch.full((len(batch.ids), k), 0.5))
+        self.lengths.append([self.random.randint(0, k) for _ in batch.tracks])
+        return Draft(tokens, torch.tensor(self.lengths[-1]), confidence=torch.full((len(batch.tracks), k), 0.5))
 
-    def forget(self, request_id: str) -> None:
-        pass
+    def new_track(self, request_id: str) -> str:
+        return request_id
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "T0.8"])
@@ -132,8 +132,8 @@ class Beside(Told):
 
     def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
         out = []
-        for v in seqs:
-            name, most = ("ngram", 6) if v.id == "a" else (self.name, 2)
+        for i, v in enumerate(seqs):
+            name, most = ("ngram", 6) if i == 0 and len(seqs) > 1 else (self.name, 2)
             k = min(most, v.drafter_available.get(name, 0))
             self.copies += name == "ngram" and k > 2 and len(seqs) > 1
             out.append(DraftPlan(name, k, self.stop, self.drop) if k else DraftPlan(None, 0))

@@ -52,7 +52,7 @@ class Context(Drafter):
             want = self.model.forward(ids, view, (TAP,)).streams[0]
             torch.testing.assert_close(batch.kv.keys[self.layer][page, 0, slot], want, rtol=1e-4, atol=1e-5)
             self.checked += 1
-        guess = [[self.rng.randrange(VOCAB) for _ in range(k)] for _ in batch.ids]
+        guess = [[self.rng.randrange(VOCAB) for _ in range(k)] for _ in batch.tokens]
         return Draft(torch.tensor(guess), torch.full_like(batch.last, k))
 
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 from tests.costs import linear
+from tests.simulate import NamedController as Controller
 
 from outrider.spec.acceptance import AcceptanceProfile, Source
-from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.plan import CostPart, DraftContext, VerifiedTree
 from outrider.spec.tuning import Tuning
@@ -109,7 +109,7 @@ def test_a_k_that_was_asked_for_teaches_nothing():
         controller.observe("asked", "mtp", 8, 0, None)
     controller.observe("planned elsewhere", "mtp", 4, 0, None)
     controller.plan([view("free", mtp=0)])
-    assert not any(stats.judged for stats in controller.acceptance.values()) and len(controller._seqs) == 2
+    assert not any(stats.judged for stats in controller.acceptance.values()) and len(controller.states) == 3
 
 
 def test_an_adapted_target_has_an_acceptance_of_its_own():
@@ -164,7 +164,7 @@ def test_in_a_batch_the_easy_sequence_drafts_and_the_hard_one_does_not():
     for _ in range(80):
         seqs = [view("easy"), view("hard")]
         for v, c in zip(seqs, controller.plan(seqs)):
-            controller.observe(v.id, c.drafter, c.k, c.k if v.id == "easy" else 0, None)
+            controller.observe(v.state, c.drafter, c.k, c.k if v.state == "easy" else 0, None)
     easy, hard = controller.plan([view("easy"), view("hard")])
     assert easy.k >= 3 and hard.k == 0
 

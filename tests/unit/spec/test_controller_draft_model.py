@@ -2,8 +2,8 @@
 eat the gain."""
 
 from tests.costs import linear
+from tests.simulate import NamedController as Controller
 
-from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.draft_model import DraftModel
 from outrider.spec.plan import READING, DraftContext
@@ -40,8 +40,8 @@ def test_a_long_text_is_not_read_for_a_short_answer() -> None:
     for _ in range(40):
         dear.observe("a", None, 0, 0)
         assert dear.plan([view(1000, 64)])[0].k == 0  # nor to find out
-    assert controller(0.2, 0.04).plan([view(1000, 64), view(1000, 64)._replace(id="b")])[0].k == 0
-    assert controller(0.2, 0.04).plan([view(10, 64), view(10, 64)._replace(id="b")])[0].k > 0
+    assert controller(0.2, 0.04).plan([view(1000, 64), view(1000, 64)._replace(state="b")])[0].k == 0
+    assert controller(0.2, 0.04).plan([view(10, 64), view(10, 64)._replace(state="b")])[0].k > 0
     assert controller(0.2, 0.002).plan([view(1000, 64)])[0].k > 0  # where reading is cheap it is done
 
 

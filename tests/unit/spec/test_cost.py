@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 from tests.costs import linear
+from tests.simulate import NamedController as Controller
 from tests.simulate import replay
 from tests.traces import synthetic
 
-from outrider.spec.controller import Controller
 from outrider.spec.cost import CURVE_LENGTH, CostTable, machine_name
 from outrider.spec.plan import VERIFY, CostPart, DraftContext
 from outrider.spec.timing import ProbeGrid, TimedDrafter, agrees, measure

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from tests.engines import VARIANTS, VOCAB, request, run, tiny_engine
-from tests.unit.spec.test_draft_model import batch
+from tests.unit.spec.test_draft_model import AuditedDraftModel, batch
 
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
@@ -14,7 +14,7 @@ from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight
 from outrider.spec import draft_model
-from outrider.spec.draft_model import DraftModel, shortlist
+from outrider.spec.draft_model import shortlist
 from outrider.spec.plan import CostPart
 from outrider.types import DraftPlan, SamplingParams
 from outrider.weights.load import dummy_weights
@@ -37,8 +37,8 @@ def compiled(seed: int, coarse: bool = False, variant: str = "llama"):
     return OPS.compile(TextModel(config, weights, OPS))
 
 
-def stepwise(model, listed) -> DraftModel:
-    made = DraftModel(model, listed)
+def stepwise(model, listed) -> AuditedDraftModel:
+    made = AuditedDraftModel(model, listed)
     made.chain = None
     return made
 
@@ -50,7 +50,7 @@ def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypat
     monkeypatch.setattr(draft_model, "READ_BESIDE", 20)
     model = compiled(5, coarse=True)
     rng = random.Random(0)
-    whole = DraftModel(model, listed)
+    whole = AuditedDraftModel(model, listed)
     steps = stepwise(model, listed)
     texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(n)] for i, n in enumerate((1, 9, 24))}
     for cycle in range(8):
@@ -64,7 +64,7 @@ def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypat
             torch.testing.assert_close(a.confidence[i, :n], b.confidence[i, :n], rtol=1e-4, atol=1e-5)
         for name, guess in zip(some, b.tokens.tolist()):
             texts[name] = [*texts[name], *guess[: rng.randint(0, k)], rng.randrange(VOCAB)]
-        whole.check()
+        whole.audit()
     if listed is not None:
         assert not {t for t in a.tokens.flatten().tolist()} - {
             *LISTED.tolist(),
@@ -79,7 +79,7 @@ def test_drafts_end_in_the_call_where_they_end_step_by_step():
     sure = stepwise(model, LISTED).propose(batch(texts), 5).confidence
     for stop, drop in ((0.3, 0.1), (0.0, float(sure[0, 1])), (2.0, 0.0), (0.0, 2.0)):
         made = []
-        for drafter in (DraftModel(model, LISTED), stepwise(model, LISTED)):
+        for drafter in (AuditedDraftModel(model, LISTED), stepwise(model, LISTED)):
             some = batch(texts)
             some.trust = trust
             some.plans = [DraftPlan("draft_model", 6, stop, each) for each in (drop, 0.0, drop)]
@@ -100,7 +100,7 @@ REQUESTS = (
 def test_a_cheapened_draft_model_changes_no_answer():
     """The target's texts, alone and together, whatever K; a prompt longer than what is read in one go among them."""
     target = compiled(5)
-    small = DraftModel(
+    small = AuditedDraftModel(
         compiled(5, coarse=True), LISTED
     )  # the target's own weights in four bits, and part of its vocabulary
     engine = tiny_engine(drafter=small, model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
@@ -109,7 +109,7 @@ def test_a_cheapened_draft_model_changes_no_answer():
     made = lambda k: [request(str(i), p, k, **r) for i, (p, r) in enumerate(zip(prompts, REQUESTS))]
     want = run(plain, made(0))
     got = run(engine, [*made(4)[:2], *made(1)[2:4], *made(16)[4:]])
-    small.check()
+    small.audit()
     assert not small.tracks
     assert engine.metrics.accepted > engine.metrics.cycles / 2  # it does foresee something
     assert got == want
@@ -120,7 +120,7 @@ def test_a_cheapened_draft_model_changes_no_answer():
 
 def test_a_draft_model_that_fails_leaves_its_requests_to_plain_decoding(monkeypatch):
     target = compiled(5)
-    small = DraftModel(compiled(5, coarse=True), LISTED)
+    small = AuditedDraftModel(compiled(5, coarse=True), LISTED)
     engine = tiny_engine(drafter=small, model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
     plain = tiny_engine(model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
     monkeypatch.setattr(small, "draft_on_host", lambda *args: 1 / 0)

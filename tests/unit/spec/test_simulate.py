@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.costs import linear
+from tests.simulate import NamedController as Controller
 from tests.simulate import (
     Trace,
     clairvoyant,
@@ -23,7 +24,6 @@ from tests.traces import Fixed, broken, synthetic
 from outrider.spec.acceptance import AcceptanceProfile, measure
 from outrider.spec.acceptance import read as read_card
 from outrider.spec.acceptance import write as write_card
-from outrider.spec.controller import Controller
 from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext
 from outrider.types import OutriderError

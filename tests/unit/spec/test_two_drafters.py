@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.simulate import NamedController as Controller
 
 from outrider.spec.acceptance import AcceptanceProfile
-from outrider.spec.controller import Controller
 from outrider.spec.cost import CURVE_LENGTH, CostTable
 from outrider.spec.plan import DraftContext
 
@@ -29,7 +29,7 @@ def used(controller: Controller, right: dict[str, int], cycles: int = 400, size:
         views = [DraftContext(f"{i}", {"mtp": 16, "dflash": 7}, 0, 1000, 100) for i in range(size)]
         for view, plan in zip(views, controller.plan(views), strict=True):
             accepted = min(plan.k, right.get(plan.drafter or "", 0))
-            controller.observe(view.id, plan.drafter, plan.k, accepted)
+            controller.observe(view.state, plan.drafter, plan.k, accepted)
             seen[plan.drafter] += cycle >= cycles // 2
     return seen
 
