@@ -128,8 +128,8 @@ class IngressApp:
     def __init__(
         self, engines: DeploymentHandle, settings: ServerSettings, keys: tuple[str, ...], retries: int, wait: float
     ) -> None:
-        own = read_keys(os.environ.get("OUTRIDER_API_KEY"), settings.api_key_file)
-        settings = dataclasses.replace(settings, api_keys=(*keys, *own))
+        api_keys = read_keys(os.environ.get("OUTRIDER_API_KEY"), settings.api_key_file)
+        settings = dataclasses.replace(settings, api_keys=(*keys, *api_keys))
         self._ingress = Ingress(RayReplicas(engines), settings, retries, wait)
 
     async def __call__(self, request: Request) -> Response:

@@ -46,15 +46,15 @@ async def worker(config: ClusterConfig) -> Answerer:
     try:
         await actor.start.remote()
     except RayActorError as e:
-        told = re.findall(r"OutriderError: (.*)", str(e))
-        if told:
-            raise OutriderError(told[-1]) from None
+        messages = re.findall(r"OutriderError: (.*)", str(e))
+        if messages:
+            raise OutriderError(messages[-1]) from None
         raise WorkerLost from e
 
     async def answer(*line: object) -> tuple[int, Json]:
         try:
-            told: tuple[int, Json] = await actor.answer.remote(*line)
-            return told
+            reply: tuple[int, Json] = await actor.answer.remote(*line)
+            return reply
         except RayActorError as e:
             raise WorkerLost from e
 

@@ -30,9 +30,9 @@ class ReplicaCount:
     def parse(cls, value: object) -> ReplicaCount:
         low, dots, high = str(value).partition("..")
         if low.strip().isdigit() and (not dots or high.strip().isdigit()):
-            made = cls(int(low), int(high) if dots else int(low))
-            if 1 <= made.low <= made.high:
-                return made
+            count = cls(int(low), int(high) if dots else int(low))
+            if 1 <= count.low <= count.high:
+                return count
         raise ValueError("it must be a number such as 2, or bounds such as 2..8")
 
     def __str__(self) -> str:
@@ -83,19 +83,19 @@ class ClusterConfig(BaseModel, frozen=True):
     def of(cls, fields: Mapping[str, object], where: str = "") -> ClusterConfig:
         """From a file's or a command's fields; a number may be given as text. Every error begins with `where`."""
         known = [*(name for name in cls.model_fields if name != "load"), *OPTIONS]
-        given = {str(name).replace("-", "_"): value for name, value in fields.items()}
-        if unknown := [name for name in given if name not in known]:
+        options = {str(name).replace("-", "_"): value for name, value in fields.items()}
+        if unknown := [name for name in options if name not in known]:
             raise OutriderError(f"{where}unknown field {unknown[0]!r}; known: {', '.join(known)}")
-        require("model" in given, f"{where}model is missing: say what to load, e.g. model: smollm2")
-        if given.get("tree") is False:  # how YAML reads the word `off`
-            given["tree"] = "off"
-        for name, value in given.items():
+        require("model" in options, f"{where}model is missing: say what to load, e.g. model: smollm2")
+        if options.get("tree") is False:  # how YAML reads the word `off`
+            options["tree"] = "off"
+        for name, value in options.items():
             if isinstance(value, bool) and name != "vision":
                 raise OutriderError(f"{where}{name}: {json.dumps(value)} is not allowed: it is no yes or no")
         try:
-            load = LoadFields.model_validate({name: value for name, value in given.items() if name in OPTIONS})
-            own = {name: value for name, value in given.items() if name not in OPTIONS}
-            return cls.model_validate({**own, "load": LoadSettings.of(load.model_dump())})
+            load = LoadFields.model_validate({name: value for name, value in options.items() if name in OPTIONS})
+            serve_fields = {name: value for name, value in options.items() if name not in OPTIONS}
+            return cls.model_validate({**serve_fields, "load": LoadSettings.of(load.model_dump())})
         except ValidationError as error:
             wrong = error.errors()
             name = str(wrong[0]["loc"][0])
@@ -119,9 +119,9 @@ class ClusterConfig(BaseModel, frozen=True):
     @classmethod
     def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
         """From arguments of a Serve application or of `outrider deploy`: fields that override those of `config`."""
-        given = {name: value for name, value in args.items() if name != "config"}
+        options = {name: value for name, value in args.items() if name != "config"}
         path = args.get("config")
-        return cls.read(Path(str(path)), given) if path else cls.of(given)
+        return cls.read(Path(str(path)), options) if path else cls.of(options)
 
     def fields(self) -> dict[str, object]:
         """The fields from which `of` makes this configuration: only those that differ from the defaults."""
@@ -141,9 +141,9 @@ class ClusterConfig(BaseModel, frozen=True):
         if per_replica is None:
             per_replica = float(bool(gpus and wanted)) * parts
         one_each = parts == 1 or per_replica in (0, parts)
-        asked = f"gpus_per_replica: {per_replica:g}"
-        require(one_each, f"{asked} with tensor_parallel {parts}: a GPU a process; leave the first out")
-        require(per_replica <= gpus, f"{asked}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
+        requirement = f"gpus_per_replica: {per_replica:g}"
+        require(one_each, f"{requirement} with tensor_parallel {parts}: a GPU a process; leave the first out")
+        require(per_replica <= gpus, f"{requirement}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         changes = {
             "gpus_per_replica": per_replica,

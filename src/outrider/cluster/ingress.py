@@ -139,9 +139,9 @@ class Ingress:
         self._answers.labels(route_of(path), str(status)).inc()
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = {"/metrics": self._metrics, "/health": self._health, "/readyz": self._health, "/livez": self._live}
-        if scope["path"] in own and scope["method"] == "GET":
-            await (await own[scope["path"]]())(scope, receive, send)
+        endpoints = {"/metrics": self._metrics, "/health": self._health, "/readyz": self._health, "/livez": self._live}
+        if scope["path"] in endpoints and scope["method"] == "GET":
+            await (await endpoints[scope["path"]]())(scope, receive, send)
             return
         forward = await _read(scope, receive)
         if scope["path"] in LISTS and scope["method"] == "GET":
@@ -237,8 +237,12 @@ class Ingress:
 async def _read(scope: Scope, receive: Receive) -> Forward:
     body = await Request(scope, receive).body()
     state = scope["state"]
-    kept = [(k, v) for k, v in scope["headers"] if k in KEPT_HEADERS]
-    headers = (*kept, (b"x-request-id", state["request_id"].encode()), (b"content-length", str(len(body)).encode()))
+    forwarded = [(k, v) for k, v in scope["headers"] if k in KEPT_HEADERS]
+    headers = (
+        *forwarded,
+        (b"x-request-id", state["request_id"].encode()),
+        (b"content-length", str(len(body)).encode()),
+    )
     prefix = prefix_keys(body) if scope["method"] == "POST" else ()
     return Forward(
         method=scope["method"],

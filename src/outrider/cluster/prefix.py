@@ -51,9 +51,9 @@ class PrefixMap(Generic[R]):
     def holders(self, keys: Sequence[bytes], alive: Mapping[R, int]) -> list[R]:
         """The live replicas with the longest prefix of this prompt."""
         for key in reversed(keys):
-            found = [r for r in self._seen.get(key, ()) if r in alive]
-            if found:
-                return found
+            replicas = [r for r in self._seen.get(key, ()) if r in alive]
+            if replicas:
+                return replicas
         return []
 
     def gone(self, replica: R) -> None:

@@ -83,9 +83,9 @@ def deploy(config: ClusterConfig, ours: bool) -> None:
     except RuntimeError as e:
         known = serve.status().applications.get(APP)
         reasons = " ".join(d.message for d in known.deployments.values()) if known else ""
-        told = re.findall(r"OutriderError: (.*)", reasons)
+        messages = re.findall(r"OutriderError: (.*)", reasons)
         unknown = f"the replicas did not start: {_first_line(e)} {reasons[:500]}"
-        raise OutriderError(told[-1] if told else unknown) from None
+        raise OutriderError(messages[-1] if messages else unknown) from None
 
 
 def need_room(config: ClusterConfig) -> None:
@@ -93,9 +93,9 @@ def need_room(config: ClusterConfig) -> None:
     for what, each in (("cpu", config.cpus_per_replica), ("gpu", config.gpus_per_replica or 0.0)):
         have = ray.cluster_resources().get(what.upper(), 0.0)
         need = config.replicas.low * each
-        asked = f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s"
+        requirement = f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s"
         more = f"lower one of them, or start Ray with more: ray start --head --num-{what}s {need:g}"
-        require(need <= have, f"{asked} and Ray has {have:g}; {more}")
+        require(need <= have, f"{requirement} and Ray has {have:g}; {more}")
 
 
 def stay() -> None:

@@ -36,17 +36,17 @@ class Totals(Collector):
         self._last: dict[str, dict[Key, float]] = {}  # counters by replica, including lost ones
         self._older: dict[Key, float] = {}
 
-    def text(self, replicas: list[Snapshot], own: CollectorRegistry) -> bytes:
+    def text(self, replicas: list[Snapshot], registry: CollectorRegistry) -> bytes:
         """The text of /metrics. `own`: the ingress's own counters."""
         families = {s.replica: list(text_string_to_metric_families(s.metrics)) for s in replicas}
-        for name, found in families.items():
-            self._last[name] = {_key(s.name, s.labels): s.value for f in found if f.type in COUNTS for s in f.samples}
+        for name, samples in families.items():
+            self._last[name] = {_key(s.name, s.labels): s.value for f in samples if f.type in COUNTS for s in f.samples}
         gone = [name for name in self._last if name not in families]
         for name in gone[: max(0, len(gone) - MOST_GONE)]:
             for key, value in self._last.pop(name).items():
                 self._older[key] = self._older.get(key, 0.0) + value
         self._families = self._pages(families, replicas)
-        return generate_latest(self) + generate_latest(own)
+        return generate_latest(self) + generate_latest(registry)
 
     def collect(self) -> list[Metric]:
         return self._families
@@ -55,8 +55,8 @@ class Totals(Collector):
         out: dict[str, Metric] = {}
         family_of: dict[Key, Metric] = {}
         sums: defaultdict[Key, float] = defaultdict(float)
-        for replica, found in families.items():
-            for family in found:
+        for replica, samples in families.items():
+            for family in samples:
                 total = out.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 name = family.name.replace("outrider_", "outrider_replica_", 1)
                 each = out.setdefault(name, Metric(name, family.documentation, family.type))

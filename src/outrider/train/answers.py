@@ -58,16 +58,18 @@ class RecordedAnswer(Task):
     done: bool
 
 
-def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.ndarray | float = 1.0) -> list[Task]:
-    """All requested answers to prompts 0..count-1, in an order in which every prefix is a fair sample. `held` prompts
-    get a greedy answer and, if answers are sampled at all, a sampled one. weights [count]: answers relative to 1."""
+def plan_tasks(count: int, heldout: np.ndarray, config: TrainConfig, weights: np.ndarray | float = 1.0) -> list[Task]:
+    """Lists the requested answers to prompts 0..count-1, in an order of which every prefix is a fair sample.
+
+    heldout: these prompts get a greedy answer and, if answers are sampled at all, a sampled one.
+    weights [count]: answers per prompt, relative to 1."""
     seed = config.answer_seed or 0
     rng = np.random.default_rng((seed, 1))
     order = rng.permutation(count)
     cold = rng.random(count) < config.greedy_share
     luck = rng.random(count)
     times = np.floor(config.answers_per_prompt * weights + luck).astype(np.int64)
-    aside = set(held.tolist())
+    aside = set(heldout.tolist())
     hot = config.temperature if config.greedy_share < 1.0 else 0.0
     open_tasks = list[Task]()
     held_tasks = deque[Task]()
@@ -77,8 +79,8 @@ def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.nd
             heats = [0.0, hot] if hot > 0 else [0.0]
         else:
             heats = [0.0 if draw == 0 and cold[i] else hot for draw in range(times[i])]
-        made = [Task(i, draw, heat, seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
-        (held_tasks if i in aside else open_tasks).extend(made)
+        tasks = [Task(i, draw, heat, seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
+        (held_tasks if i in aside else open_tasks).extend(tasks)
     for n, task in enumerate(open_tasks):
         merged.append(task)
         if held_tasks and n % (HELD_EVERY - 1) == HELD_EVERY - 2:
@@ -89,7 +91,7 @@ def plan_tasks(count: int, held: np.ndarray, config: TrainConfig, weights: np.nd
 # ---- the file -------------------------------------------------------------------------------------------------------
 def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
     """The last line of each answer counts; a last line torn by a crash, without a line feed, is ignored."""
-    found: dict[tuple[int, int], RecordedAnswer] = {}
+    answers: dict[tuple[int, int], RecordedAnswer] = {}
     *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
         try:
@@ -97,8 +99,8 @@ def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
         except (ValueError, TypeError) as error:
             advice = "delete the line, or choose another --out"
             raise OutriderError(f"{path}:{number}: not an answer ({error}): {advice}") from None
-        found[answer.key] = answer
-    return found
+        answers[answer.key] = answer
+    return answers
 
 
 def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: int) -> Sequences:
@@ -106,9 +108,14 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
     require(bool(listed), "no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
     rows = [np.concatenate([prompts[a.prompt], np.array(a.tokens)]) for a in listed]
-    given = [len(prompts[a.prompt]) for a in listed]
-    lines = [int(prompts.index[a.prompt]) for a in listed]
-    return Sequences.of(rows, given, lines, [a.temperature == 0 for a in listed], vocab, [a.seed for a in listed])
+    return Sequences.of(
+        rows,
+        prompts=[len(prompts[a.prompt]) for a in listed],
+        index=[int(prompts.index[a.prompt]) for a in listed],
+        greedy=[a.temperature == 0 for a in listed],
+        vocab=vocab,
+        seeds=[a.seed for a in listed],
+    )
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
@@ -163,8 +170,8 @@ def answer_tasks(
     """Yields the answers that `had` lacks as they end; once `halt` says so, the unfinished ones too."""
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
     began = time.perf_counter()
-    told = 0.0
-    made = 0
+    reported_at = 0.0
+    num_tokens = 0
     total = len(tasks)
     finished = total - len(waiting)
     running: dict[str, tuple[Task, list[int]]] = {}
@@ -176,24 +183,24 @@ def answer_tasks(
             task = waiting.popleft()
             before = had[task.key].tokens if task.key in had else []
             params = SamplingParams(temperature=task.temperature, max_tokens=max_new - len(before), seed=task.seed)
-            asked = Request(
+            request = Request(
                 f"{task.prompt}.{task.draw}", [*prompts[task.prompt].tolist(), *before], params, adapter=adapter
             )
-            running[asked.id] = task, list(before)
-            engine.submit(asked)
+            running[request.id] = task, list(before)
+            engine.submit(request)
         for event in engine.step():
             task, tokens = running[event.id]
             tokens += event.tokens
-            made += len(event.tokens)
+            num_tokens += len(event.tokens)
             if event.finish_reason is not None:
                 if event.error:
                     raise OutriderError(event.error)
                 finished += 1
                 yield RecordedAnswer(**asdict(task), tokens=tokens, done=True)
                 del running[event.id]
-        if time.perf_counter() - told >= 0.5:
-            told = time.perf_counter()
-            report(finished, total, made, told - began)
+        if time.perf_counter() - reported_at >= 0.5:
+            reported_at = time.perf_counter()
+            report(finished, total, num_tokens, reported_at - began)
     for id_ in running:
         engine.abort(id_)
     while engine.busy:
@@ -201,32 +208,33 @@ def answer_tasks(
     for task, tokens in running.values():
         if tokens:
             yield RecordedAnswer(**asdict(task), tokens=tokens, done=False)
-    report(finished, total, made, time.perf_counter() - began)
+    report(finished, total, num_tokens, time.perf_counter() - began)
 
 
-def append_answers(path: Path, made: Iterator[RecordedAnswer]) -> None:
-    """Written as they are made."""
+def append_answers(path: Path, answers: Iterator[RecordedAnswer]) -> None:
+    """Appends each answer to the file as soon as it ends."""
     mend_end(path)
     advice = "free some space and run the command again"
     full = bad_input(OSError, lambda error: f"{path}: cannot be written ({error.strerror}); {advice}")
     with full, open(path, "a", buffering=1, encoding="utf-8") as file:  # line by line
-        for answer in made:
+        for answer in answers:
             file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
 
 
 def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) -> np.ndarray:
-    """Which of the prompts are kept for evaluation. lines: those of the file to learn from; what comes after them, and
-    every prompt that says the same, is kept. None: `heldout` of all, a fifth at most. These are the ones with the least
-    digests, wherever in the file they stand: a longer file with the same prompts in it keeps none that a run with the
-    shorter one has learnt from."""
+    """Indices of the prompts that are held out for evaluation.
+
+    lines: number of lines of the training file; every later prompt, and every copy of one, is held out. None: `heldout`
+    prompts, at most a fifth, chosen by their smallest digests wherever they stand in the file: a longer file that holds
+    the same prompts never holds out one that a run on the shorter file has learnt from."""
     hashes = (blake2b(prompts[i].tobytes(), digest_size=8).digest() for i in range(len(prompts)))
     digests = np.frombuffer(b"".join(hashes), ">u8")
     if lines is not None:
         return np.nonzero(np.isin(digests, digests[prompts.index >= lines]))[0]
     room = min(heldout, len(prompts) // HELD_EVERY)
-    kept = []
+    heldout_digests = []
     for digest, times in zip(*np.unique(digests, return_counts=True), strict=True):
         if times <= room:  # all copies of a prompt are held out, or none
-            kept.append(digest)
+            heldout_digests.append(digest)
             room -= times
-    return np.nonzero(np.isin(digests, kept))[0]
+    return np.nonzero(np.isin(digests, heldout_digests))[0]

@@ -111,9 +111,9 @@ class GroupedBlock(BlockNet):
 
     def project(self, layer: DraftLayer, x: Tensor, angles: Rotations) -> Keys:
         """K and V [R, kv_heads, D] of rows x."""
-        made = self.ops.linear(x, layer.kv, layer.kv_bias)
+        projected = self.ops.linear(x, layer.kv, layer.kv_bias)
         attn = layer.attn
-        return self.ops.keys_values(made, angles[layer.rope], attn.k_norm, attn.spec)
+        return self.ops.keys_values(projected, angles[layer.rope], attn.k_norm, attn.spec)
 
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
         return BlockRows(like, like, end)  # gradients flow through `past` instead
@@ -127,9 +127,9 @@ class GroupedBlock(BlockNet):
             most = self.start.shape[1]
             spec = layer.attn.spec
             place = torch.arange(first, first + slots, device=device)
-            own = torch.arange(first + slots, device=device)
+            block_slots = torch.arange(first + slots, device=device)
             behind_far = (self.start[..., None] + place)[..., None] - torch.arange(length, device=device)
-            behind_near = place[:, None] - own  # [S, P]
+            behind_near = place[:, None] - block_slots  # [S, P]
             far = behind_far > place[:, None]
             near = (behind_near >= 0) | (not layer.attn.causal)
             if layer.attn.window is not None:
@@ -141,7 +141,9 @@ class GroupedBlock(BlockNet):
             self.masks[key] = bias.flatten(1, 2).repeat(1, spec.heads // spec.kv_heads, 1)[:, None]
         return self.masks[key]
 
-    def attend(self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, own: BlockRows, first: int) -> Tensor:
+    def attend(
+        self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, block_rows: BlockRows, first: int
+    ) -> Tensor:
         spec = layer.attn.spec
         groups, most = self.start.shape
         here = layer.attn.spec.kv_layer
@@ -181,7 +183,11 @@ class BlockModule(TrainNet):
         anchor = at.new_zeros(size * most).index_copy(0, cell, at).view(size, most)
         net = GroupedBlock(config, w, model.ops, model)
         streams = net.context([t.flatten(0, 1) for t in seen.taps])
-        token = lambda j: batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)  # noqa: E731
+
+        def token(j: int) -> Tensor:
+            """Token j positions after each anchor [B·M]."""
+            return batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)
+
         wide = batch.ids.shape[1] - batch.first
         no_kv = KVView(1, (), (), {}, at, at, at, 0, 0)
 
@@ -202,9 +208,9 @@ class BlockModule(TrainNet):
         net.begin(anchor, context.view(size, length, -1), group)
         flat = (torch.arange(size, device=line.device)[:, None] * length + anchor).reshape(-1)
         feature = streams[flat]
-        own = BlockRows(flat, flat, anchor.reshape(-1))
+        block_rows = BlockRows(flat, flat, anchor.reshape(-1))
         for j in range(steps):
-            h, feature = net.feature_step(token(j + 1), feature, no_kv, own, j)
+            h, feature = net.feature_step(token(j + 1), feature, no_kv, block_rows, j)
             yield spread(h)
 
 
@@ -242,7 +248,9 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
 
 
 def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> DrafterConfig | BlockConfig:
-    """Of a drafter on disk, for this --kind if given; OutriderError where it does not fit the target or is damaged."""
+    """Reads the configuration of a drafter on disk.
+
+    OutriderError if it is damaged, does not fit the target or is not of this --kind."""
     files = hub.resolve(name, kind="drafter")
     block = is_block(files.config)
     if kind is not None and block == (kind == "mtp"):

@@ -52,8 +52,8 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
 
 def closest(x: Tensor, rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """For these rows of x: the score of the best centre, and its index."""
-    found = [(x[part] @ centres.T).max(-1) for part in rows.split(16384)]
-    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+    similarities = [(x[part] @ centres.T).max(-1) for part in rows.split(16384)]
+    return torch.cat([f.values for f in similarities]), torch.cat([f.indices for f in similarities])
 
 
 def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:

@@ -116,14 +116,14 @@ class TrainConfig:
         return self.device.startswith("cuda")
 
     def resolved(self) -> TrainConfig:
-        """With the defaults that depend on the device."""
+        """Fills in the defaults that depend on the device and the kind of drafter."""
         usual = OF_DEVICE["cuda" if self.cuda else "cpu"] | OF_KIND[self.kind]
         chosen: dict[str, Any] = {name: getattr(self, name) or value for name, value in usual.items()}
         seed = self.seed if self.answer_seed is None else self.answer_seed
         return replace(self, answer_seed=seed, **chosen)
 
     def validated(self) -> TrainConfig:
-        """Itself; OutriderError names the first field that is out of range."""
+        """Returns itself, or raises an OutriderError that names the first field out of range."""
         for name, hint in get_type_hints(TrainConfig, include_extras=True).items():
             value = getattr(self, name)
             notes = getattr(hint, "__metadata__", ())
@@ -134,13 +134,14 @@ class TrainConfig:
         return self
 
     def with_values(self, values: dict[str, Any], where: str, keep: Collection[str] = ()) -> TrainConfig:
-        """With the keys of a recipe; names in `keep` stay as they are."""
+        """Returns a copy with the keys of a recipe; fields named in `keep` do not change."""
         known = {f.name for f in fields(self)} - COMMAND_ONLY
         for name in values:
             meant = "".join(f" (did you mean {near}?)" for near in get_close_matches(name, known, 1))
             require(name in known, f"{where}: unknown key {name!r}{meant}")
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in keep}
-        return replace(self, **given).validated()
+        changed = {key: value for key, value in values.items() if key not in keep}
+        settings: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in changed.items()}
+        return replace(self, **settings).validated()
 
     def identity(self) -> dict[str, Any]:
         """The settings that a run must keep, or report a change of, as JSON holds them."""

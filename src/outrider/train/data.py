@@ -70,8 +70,8 @@ class Sequences:
         listed = list(rows)
         tokens = np.concatenate(listed).astype(np.uint16 if vocab <= 1 << 16 else np.uint32)
         noise = np.zeros(len(listed), np.int64) if seeds is None else np.fromiter(seeds, np.int64)
-        lengths, given, lines = (np.fromiter(each, np.int32) for each in (map(len, listed), prompts, index))
-        return Sequences(tokens, lengths, given, lines, np.fromiter(greedy, bool), noise)
+        lengths, prompt_lengths, lines = (np.fromiter(each, np.int32) for each in (map(len, listed), prompts, index))
+        return Sequences(tokens, lengths, prompt_lengths, lines, np.fromiter(greedy, bool), noise)
 
     def select(self, which: np.ndarray) -> Sequences:
         """which: indices, or a mask [N]."""
@@ -132,18 +132,18 @@ def make_batch(
     """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2.
     share: of each sequence's anchors, drawn by the seed."""
     lengths = data.lengths[which]
-    given = data.prompts[which].astype(np.int64)
+    prompt_lengths = data.prompts[which].astype(np.int64)
     width = -(-int(lengths.max()) // multiple) * multiple
     ids = np.zeros((len(which), width), dtype=np.int64)
     for row, i in enumerate(which):
         ids[row, : lengths[row]] = data[i]
-    first = int(given.min()) - 1
+    first = int(prompt_lengths.min()) - 1
     at = np.arange(width)[None, :]
-    judged = (at >= given[:, None]) & (at <= lengths[:, None] - 2)  # [B, T]
+    judged = (at >= prompt_lengths[:, None]) & (at <= lengths[:, None] - 2)  # [B, T]
     number = np.cumsum(judged.reshape(-1)).reshape(judged.shape) - 1
     anchors = []
     targets = []
-    drawn = (at >= given[:, None] - 1) & (at <= lengths[:, None] - 3)  # [B, T]
+    drawn = (at >= prompt_lengths[:, None] - 1) & (at <= lengths[:, None] - 3)  # [B, T]
     if share < 1.0:
         rank = np.where(drawn, np.random.default_rng(seed).random(drawn.shape), 2.0).argsort(1).argsort(1)
         drawn &= rank < np.ceil(share * drawn.sum(1, keepdims=True))
@@ -162,14 +162,14 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     and the composition of batches depend on (seed, epoch) alone."""
     rng = np.random.default_rng((seed, epoch))
     lengths = data.lengths
-    given = data.prompts
-    usable = np.nonzero(lengths - given >= 2)[0]
+    prompt_lengths = data.prompts
+    usable = np.nonzero(lengths - prompt_lengths >= 2)[0]
     require(len(usable) > 0, "no sequence has two answer tokens: nothing to learn from")
     noise = rng.random(len(usable))
     # buckets of prompt length grow with the length; inside a bucket by answer length, up in one and down in the next,
     # so that a batch which spans two of them holds answers of like length; blurred so that epochs differ
-    bucket = np.floor(np.log2(np.maximum(given[usable], 16)) * 8 + noise * 0.5)
-    answer = (lengths - given)[usable] + rng.random(len(usable)) * 12
+    bucket = np.floor(np.log2(np.maximum(prompt_lengths[usable], 16)) * 8 + noise * 0.5)
+    answer = (lengths - prompt_lengths)[usable] + rng.random(len(usable)) * 12
     order = usable[np.lexsort((np.where(bucket % 2, -answer, answer), bucket))]
     batches: list[np.ndarray] = []
     lo = 0
@@ -177,13 +177,13 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     shortest = 1 << 30
     for hi, i in enumerate(order):
         longest_ = max(longest, int(lengths[i]))
-        shortest_ = min(shortest, int(given[i]) - 1)
+        shortest_ = min(shortest, int(prompt_lengths[i]) - 1)
         size = hi - lo + 1
         if hi > lo and (size * (longest_ - shortest_) > anchors or size * longest_ > tokens):
             batches.append(order[lo:hi])
             lo = hi
             longest_ = int(lengths[i])
-            shortest_ = int(given[i]) - 1
+            shortest_ = int(prompt_lengths[i]) - 1
         longest = longest_
         shortest = shortest_
     batches.append(order[lo:])

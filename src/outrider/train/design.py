@@ -62,8 +62,8 @@ def plain(
         a = target.layers[r].attn
         spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
-    made = bare(target, "outrider_drafter", width, layers)
-    return replace(made, reads=reads, tied_to_target=True, taps=taps, gemma=False)
+    config = bare(target, "outrider_drafter", width, layers)
+    return replace(config, reads=reads, tied_to_target=True, taps=taps, gemma=False)
 
 
 def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> DrafterConfig:
@@ -92,11 +92,11 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
         wide = job.hidden_size or min(256, target.hidden)  # its head is the target's, in fewer directions
         advice = "give less, or style plain"
         require(wide <= target.hidden, f"hidden_size {wide} is wider than the target ({target.hidden}): {advice}")
-        made = gemma(target, wide, job.intermediate_size)
+        config = gemma(target, wide, job.intermediate_size)
     else:
         reads = job.kv_layers or spread_reads(target, min(job.layers, len(target.kv_layers)))
-        made = plain(target, reads, job.hidden_size, job.intermediate_size, job.taps)
-    return replace(made, clusters=clusters, cluster_top=max(1, clusters // 16), target_hash=target_hash)
+        config = plain(target, reads, job.hidden_size, job.intermediate_size, job.taps)
+    return replace(config, clusters=clusters, cluster_top=max(1, clusters // 16), target_hash=target_hash)
 
 
 # ---- where the weights start
@@ -114,9 +114,10 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
         strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
         keep = strength.topk(min(layer.intermediate, gate.shape[0])).indices
         # a wider MLP than the target's keeps its random rest
-        mine = net.weight(at + "gate_up")
+        gate_up = net.weight(at + "gate_up")
         count = keep.numel()
-        mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
+        gate_up[:count] = gate[keep]
+        gate_up[layer.intermediate : layer.intermediate + count] = up[keep]
         net.weight(at + "down")[:, :count] = down[:, keep]
     net.weight("norm").copy_(model.blocks[-1].next_norm)
 
@@ -133,12 +134,12 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
     rows: list[list[Tensor]] = [[] for _ in reads]
     for batch in batches:
         b, a = batch.where(batch.anchors[0])
-        for mine, stream in zip(rows, capture(model, batch.ids, entering).taps, strict=True):
-            mine.append(stream[b, a].float())
-    for i, (mine, layer) in enumerate(zip(rows, net.layers, strict=True)):
+        for layer_rows, stream in zip(rows, capture(model, batch.ids, entering).taps, strict=True):
+            layer_rows.append(stream[b, a].float())
+    for i, (layer_rows, layer) in enumerate(zip(rows, net.layers, strict=True)):
         block = model.blocks[reads[i]]
         assert block.qkv_bias is not None
-        x = model.ops.rms_norm(torch.cat(mine), block.attn_norm.float(), net.config.norm_eps)  # [A, H]
+        x = model.ops.rms_norm(torch.cat(layer_rows), block.attn_norm.float(), net.config.norm_eps)  # [A, H]
         constant = least_squares(x.T @ x, x.sum(0), RIDGES[1])  # u
         bias = block.qkv_bias[: layer.attn.heads * layer.attn.head_dim].float()
         net.weight(f"layers.{i}.qkv").add_(bias[:, None] * constant[None])

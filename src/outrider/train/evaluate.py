@@ -42,7 +42,7 @@ class Judged:
     sure: list[np.ndarray]  # float32 [anchors, most]; of no meaning behind the first wrong token
 
     def runs(self) -> list[Runs]:
-        """What an acceptance profile is measured on."""
+        """Returns the accepted tokens and confidences from which an acceptance profile is measured."""
         return [(right.tolist(), sure.tolist()) for right, sure in zip(self.right, self.sure, strict=True)]
 
 
@@ -71,7 +71,7 @@ class Judge:
         return None if self.full or not count or order is None else (order.view(count, -1), cluster_of(order, count))
 
     def score(self, g: Tensor, cluster_bonus: Tensor | None) -> tuple[None, Tensor]:
-        """As spec.drafter.Score: logits [A, V] of states [A, h], -inf outside the best clusters."""
+        """Logits [A, V] of states [A, h], -inf outside the best clusters; the signature is spec.drafter.Score's."""
         z = (g @ self.head.T).float()
         if self.clusters is not None:
             near = (g @ self.weights["centroids"].T).float()
@@ -187,17 +187,21 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
     first, whole = (np.sum([w[2] for w in walked[k]], axis=0) / cycles[k] for k in (at, most))
     flat = np.concatenate(right)
     return {
-        "tokens_per_cycle": {k: per_cycle(found) for k, found in walked.items()},
+        "tokens_per_cycle": {k: per_cycle(walks) for k, walks in walked.items()},
         "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
         "first_position_all_anchors": round(int((flat > 0).sum()) / max(1, len(flat)), 4),
-        "by_category": {name: per_cycle(found) for name, found in by.items()},
+        "by_category": {name: per_cycle(walks) for name, walks in by.items()},
         "answers": len(right),
         "tokens": len(flat),
     }
 
 
 def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02, once: bool = False) -> int:
-    """The K with most tokens per unit of time when a draft step costs `draft_cost` (`once`: a draft, whatever K) and
-    each further verified row `verify_cost` of a target step."""
-    cost = lambda k: 1.0 + (1 if once else k) * draft_cost + k * verify_cost  # noqa: E731
+    """Returns the K with the most tokens per unit of time. Costs are shares of a target step: `draft_cost` of a draft
+    step (`once`: of the whole draft, whatever K is), `verify_cost` of each further verified row."""
+
+    def cost(k: int) -> float:
+        num_draft_steps = 1 if once else k
+        return 1.0 + num_draft_steps * draft_cost + k * verify_cost
+
     return max(tokens_per_cycle, key=lambda k: tokens_per_cycle[k] / cost(k))

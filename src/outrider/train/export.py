@@ -38,7 +38,7 @@ def config_dict(config: DrafterConfig) -> Json:
         "num_centroids": config.clusters or 2048,
         "centroid_intermediate_top_k": config.cluster_top or 32,
     }
-    own = {
+    extra = {
         "position_offset": config.position_offset,
         "num_assistant_tokens": config.draft_tokens,
         "target_hash": config.target_hash,
@@ -46,10 +46,10 @@ def config_dict(config: DrafterConfig) -> Json:
         **({} if config.reads is None else {"reads": list(config.reads)}),
     }
     if config.model_type in ASSISTANT_TYPES:  # keys unknown to transformers stay out of its config
-        own = {} if config.target_hash is None else {"target_hash": config.target_hash}
-        return {**_gemma_dict(config), **head, **own}
+        extra = {} if config.target_hash is None else {"target_hash": config.target_hash}
+        return {**_gemma_dict(config), **head, **extra}
     if config.gemma:
-        return {**_gemma_dict(config), **head, "style": "gemma", **own}
+        return {**_gemma_dict(config), **head, "style": "gemma", **extra}
     alike = ("heads", "kv_heads", "head_dim", "window", "scale")
     layers = [
         {**{key: getattr(l.attn, key) for key in alike}, "intermediate": l.intermediate, "rope": asdict(l.rope)}
@@ -68,7 +68,7 @@ def config_dict(config: DrafterConfig) -> Json:
         "dtype": "bfloat16",
         "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh",
         **head,
-        **own,
+        **extra,
     }
 
 
@@ -118,9 +118,11 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
     ropes = {layer.rope for layer in config.layers}
     sliding = [w is not None or (c and not eagle) for w, c in zip(windows, config.causal, strict=True)]
     flags = {causal for causal, near in zip(config.causal, sliding, strict=True) if near}
-    given = {w for w, near in zip(windows, sliding, strict=True) if near}
-    unsaid = len(given) > 1 or (config.layout == "speculators" and (len(flags) > 1 or None in given))
-    if len(ropes) > 1 or unsaid:
+    sliding_windows = {w for w, near in zip(windows, sliding, strict=True) if near}
+    mixed_layers = len(ropes) > 1 or len(sliding_windows) > 1
+    if config.layout == "speculators":
+        mixed_layers = mixed_layers or len(flags) > 1 or None in sliding_windows
+    if mixed_layers:
         raise OutriderError("layers with different windows, rotary frequencies or masks cannot be written")
     body: Json = {
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -150,7 +152,7 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
         if config.embed_scale is not None or config.output_scale != 1.0:
             raise OutriderError("scaled embeddings or logits have no place in the speculators layout")
         key = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
-        own: Json = {} if eagle else {
+        extra: Json = {} if eagle else {
             "block_size": config.block, "mask_token_id": config.mask_id, "sample_from_anchor": config.from_anchor,
             "sliding_window_non_causal": flags == {False},
         }  # fmt: skip
@@ -166,7 +168,7 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
             },
             "transformer_layer_config": body,
             key: [tap + 1 for tap in taps],
-            **own,
+            **extra,
             **norms,
             **drafted,
         }
@@ -191,11 +193,11 @@ def rope_dict(rope: RopeSpec, gemma: bool) -> Json:
     if rope.scaling == "none":
         share = {"partial_rotary_factor": 2 * rope.rotated / rope.head_dim} if partly else {}
         return {"rope_type": "proportional" if partly else "default", "rope_theta": rope.theta, **share}
-    made: Json = {"rope_type": rope.scaling, "rope_theta": rope.theta, "factor": rope.factor}
+    parameters: Json = {"rope_type": rope.scaling, "rope_theta": rope.theta, "factor": rope.factor}
     if rope.scaling == "llama3":
-        made |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        made["original_max_position_embeddings"] = rope.original_context
-    return made
+        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        parameters["original_max_position_embeddings"] = rope.original_context
+    return parameters
 
 
 def save_drafter(

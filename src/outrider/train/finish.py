@@ -47,22 +47,22 @@ VIEWS = {"clustered": "greedy, clustered head", "full": "greedy, full head", "sa
 
 def scored(result: Judged, most: int) -> Json:
     """Tokens per cycle; score: at K = 4."""
-    made = summary(result.right, ["all"] * len(result.right), most)
-    return {"score": made["tokens_per_cycle"][min(4, most)], **made}
+    result_summary = summary(result.right, ["all"] * len(result.right), most)
+    return {"score": result_summary["tokens_per_cycle"][min(4, most)], **result_summary}
 
 
 def judge(model: TextModel, net: TrainNet, data: Sequences, temperature: float, halt: Halt = lambda: False) -> Json:
     """An evaluation during training on held-out answers: greedy ones by the full head, and under "sampled" those drawn
     at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
     both. Halted where `halt` ends it."""
-    made = [
+    evaluations = [
         scored(Judge(model, net, kind, halt).drafts(data.select(data.greedy == kind), 8, heat), 8)
         for kind, heat in ((True, 0.0), (False, temperature))
         if (data.greedy == kind).any()
     ]
-    if len(made) == 1:
-        return made[0]
-    cold, hot = made
+    if len(evaluations) == 1:
+        return evaluations[0]
+    cold, hot = evaluations
     return {**cold, "sampled": hot, "score": round((cold["score"] + hot["score"]) / 2, 4)}
 
 
@@ -221,8 +221,8 @@ def described(config: DrafterConfig | BlockConfig) -> str:
     read = ", ".join(map(str, config.reads or ()))
     reads = f" that read the K/V cache of the target's layers {read}" if read else ""
     taps = f", fed the target's hidden states after layers {tapped} too" if tapped else ""
-    own = f"a head of its own ({config.vocab_size} tokens)"
-    head = "head tied to the target's embedding" if config.tied_to_target else own
+    untied_head = f"a head of its own ({config.vocab_size} tokens)"
+    head = "head tied to the target's embedding" if config.tied_to_target else untied_head
     if config.clusters:
         head += f", in {config.clusters} clusters of which {config.cluster_top} are scored a step"
     bits = f" Its layers were trained as {config.weight_bits} bits hold them." if config.weight_bits else ""
@@ -235,8 +235,8 @@ def figures(result: Json) -> str:
     lines.append("|---" * (len(COLUMNS) + 2) + "|")
     for view, title in VIEWS.items():
         if view in result:
-            found = {int(k): v for k, v in result[view]["tokens_per_cycle"].items()}
-            cells = " | ".join(f"{found[k]:.3f}" if k in found else "" for k in COLUMNS)
+            tokens_per_cycle = {int(k): v for k, v in result[view]["tokens_per_cycle"].items()}
+            cells = " | ".join(f"{tokens_per_cycle[k]:.3f}" if k in tokens_per_cycle else "" for k in COLUMNS)
             lines.append(f"| {title} | {cells} | {result[view]['acceptance_by_position'][0]:.3f} |")
     if counted := result.get("clustered", result.get("full")):
         share = f"A draft {result.get('draft_unit', 'step')} reads {result['draft_step_share']:.2%} of a target step."

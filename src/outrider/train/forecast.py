@@ -1,4 +1,4 @@
-"""What a run costs on this machine: the sizes of its batches, and what its minutes will bring.
+"""Forecasts of a run on this machine: the sizes of its batches, and the steps that fit into its minutes.
 
 The expensive parts are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU
 every row of the head. So a CPU scores a few thousand tokens per batch instead of the whole vocabulary (losses.py), runs
@@ -90,7 +90,7 @@ class MachineSpeed:
 
     @staticmethod
     def measure(dtype: torch.dtype, width: int) -> MachineSpeed:
-        """Of the processor. Takes less than a second, several if other processes use the machine too."""
+        """Measures the processor. Takes less than a second, several if other processes use the machine too."""
         a, b = (torch.ones((n, width), dtype=dtype) for n in (512, 2048))
         z = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED)
         best = torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
@@ -146,25 +146,30 @@ class Work:
             scored = share * unroll
             layer += max(l.attn.heads // l.attn.kv_heads for l in config.layers) * USUAL_LENGTH  # the mask, once
             row = passed * layer + 2 * (unroll + 2) * wide + 2 * streams
-            kept = streams
+            stored_values = streams
         else:
             passed = unroll
             scored = unroll
             read = (target.layers[r].attn for r in set(config.reads or target.kv_layers[-2:]))
             row = unroll * (layer + 4 * wide)
-            kept = streams + sum(2 * a.kv_heads * a.head_dim for a in read)
+            stored_values = streams + sum(2 * a.kv_heads * a.head_dim for a in read)
         head = (4.0 * scored + 2.0) * config.head_hidden
         active = 2.0 * model_size(target).active
         return Work(
-            6.0 * drafter_size(config).body * passed, head, scored, active, float(item * row), float(item * kept + 64)
+            6.0 * drafter_size(config).body * passed,
+            head,
+            scored,
+            active,
+            float(item * row),
+            float(item * stored_values + 64),
         )
 
-    def anchor(self, scored: int, kept: bool) -> float:
+    def anchor(self, scored: int, cached: bool) -> float:
         """Operations per anchor. There are one and a half tokens per anchor: prompts are read, not drafted from."""
-        return self.body + self.head * scored + (0.0 if kept else self.target * 1.5)
+        return self.body + self.head * scored + (0.0 if cached else self.target * 1.5)
 
-    def anchor_seconds(self, speed: MachineSpeed, scored: int, kept: bool) -> float:
-        return self.anchor(scored, kept) / (speed.rate * EFFICIENCY) + self.rows * scored * speed.pair
+    def anchor_seconds(self, speed: MachineSpeed, scored: int, cached: bool) -> float:
+        return self.anchor(scored, cached) / (speed.rate * EFFICIENCY) + self.rows * scored * speed.pair
 
     def anchor_bytes(self, scored: int, item: int) -> float:
         return self.row_bytes + 2.0 * item * scored  # activations; the teacher's distribution and a gathered copy
@@ -186,7 +191,7 @@ def choose_sizes(job: TrainConfig, work: Work, vocab: int, speed: MachineSpeed, 
 
 
 def torch_dtype(config: TrainConfig) -> torch.dtype:
-    """As configured; else bfloat16 where the device multiplies it (then several times faster), else float32."""
+    """Returns the configured type; by default bfloat16 if the device multiplies it, which is several times faster."""
     if config.dtype or config.cuda:
         return torch.float32 if config.dtype == "float32" else torch.bfloat16
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -232,13 +237,13 @@ class RunCosts:
     share: float = 1.0  # of the processor time that this process gets under the load of the moment
 
     @staticmethod
-    def of(job: TrainConfig, made: RunPlan, target: ModelConfig, stored: StoredSize, tokens: float) -> RunCosts:
+    def of(job: TrainConfig, plan: RunPlan, target: ModelConfig, stored: StoredSize, tokens: float) -> RunCosts:
         """`stored`: the target's weights on disk; `tokens` of answers that the prompts can give. The weights of a
         target that answers are read once for all sequences of a step."""
-        drafter = made.drafter
-        work = made.work
-        speed = made.speed
-        sizes = made.sizes
+        drafter = plan.drafter
+        work = plan.work
+        speed = plan.speed
+        sizes = plan.sizes
         rate = speed.rate * EFFICIENCY / SUSTAINED
         vocab = target.vocab_size
         width = 0 if isinstance(drafter, BlockConfig) else drafter.backbone_hidden * (2 + len(drafter.taps))
@@ -289,7 +294,9 @@ class Forecast:
 
 
 def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSWER_SHARE) -> str:
-    """What the time allows, in one line; OutriderError where it would not do on an idle machine. spent: seconds."""
+    """Says in one line what the time allows.
+
+    OutriderError if even an idle machine could not do enough. spent: seconds."""
     here, idle = (Forecast.of(c, 60 * minutes - spent, share) for c in (costs, costs.idle))
     amount = "{0.answered:.0f} tokens of answers and {0.steps} steps (one takes {1:.2g} s {2})"
     if here.enough:

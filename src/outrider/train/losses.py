@@ -62,7 +62,7 @@ class LossMix:
         return LossMix(**values)
 
     def rows(self, count: int, device: torch.device) -> Tensor:
-        """The same mix for every row: float32 [count, 3]."""
+        """Repeats the mix for every row: float32 [count, 3]."""
         return torch.tensor([list(asdict(self).values())], dtype=torch.float32, device=device).expand(count, -1)
 
 
@@ -83,9 +83,9 @@ class Scored:
         tokens are included even if that makes more than `count`; then the most frequent likely ones; the rest is
         random."""
         must = torch.cat((likely[:, 0], said)).unique()
-        found, often = likely.unique(return_counts=True)
+        candidates, often = likely.unique(return_counts=True)
         room = max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())
-        wanted = found[often.argsort(descending=True, stable=True)][:room]
+        wanted = candidates[often.argsort(descending=True, stable=True)][:room]
         sure = torch.cat((must, wanted)).unique()
         drawn = np.random.default_rng(seed).choice(vocab, size=max(1, count - sure.numel()), replace=False)
         others = torch.from_numpy(drawn).to(sure.device)
@@ -184,7 +184,7 @@ class HeadLoss(torch.autograd.Function):
         vocab = head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
         back = torch.empty_like(g)
-        own = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None
+        head_grad = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None
         step = chunk_rows(g.device, g.element_size() * vocab)
         step = step if g.is_cuda else min(step, CPU_LOSS_ROWS)
         for part, at, w, mixed, to, out in zip(*(t.split(step) for t in (g, rows, weight, mix, terms, back))):
@@ -200,17 +200,17 @@ class HeadLoss(torch.autograd.Function):
                 to.copy_(torch.stack(three, 1))
                 z = grad.to(z.dtype)
             torch.mm(z, head, out=out)
-            if own is not None:
-                own += z.T @ part
-        ctx.save_for_backward(back, own)
+            if head_grad is not None:
+                head_grad += z.T @ part
+        ctx.save_for_backward(back, head_grad)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(terms)
         return terms[:, 0].sum(), terms
 
     @staticmethod
     def backward(ctx: Any, up: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        back, own = ctx.saved_tensors
-        head = None if own is None else (own * up).to(ctx.head_dtype)
+        back, head_grad = ctx.saved_tensors
+        head = None if head_grad is None else (head_grad * up).to(ctx.head_dtype)
         return back * up.to(back.dtype), head, None, None, None, None, None
 
 

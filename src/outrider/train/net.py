@@ -71,11 +71,11 @@ class TrainNet(nn.Module):
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
         """Differentiable copies in the compute dtype, once per batch; `bits` = 4: the layers' matrices so rounded."""
-        held = {name: self.weight(name) for name in self.names}
+        weights = {name: self.weight(name) for name in self.names}
         if bits == 4:
-            some = [n for n, w in held.items() if w.ndim == 2 and n not in HEADS and w.shape[1] % QUANT_BLOCK == 0]
-            held |= zip(some, four_bits_all([held[n] for n in some], dtype), strict=True)
-        return {name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()}
+            some = [n for n, w in weights.items() if w.ndim == 2 and n not in HEADS and w.shape[1] % QUANT_BLOCK == 0]
+            weights |= zip(some, four_bits_all([weights[n] for n in some], dtype), strict=True)
+        return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
 
 
 class DrafterModule(TrainNet):

@@ -77,13 +77,13 @@ def train_recipe(
         raise OutriderError(f"--out {out}: holds a drafter that this recipe did not make: choose another --out")
     scale = 1.0 if config.minutes is None else config.minutes / sum(p.minutes for p in recipe.phases)
     for number, (phase, folder) in enumerate(zip(recipe.phases, folders, strict=True), 1):
-        own = config.with_values(phase.values, f"phase {phase.name!r}", keep)
-        limit = own.answer_minutes
+        phase_config = config.with_values(phase.values, f"phase {phase.name!r}", keep)
+        limit = phase_config.answer_minutes
         if limit is not None and "answer_minutes" not in keep:
             limit *= scale
         minutes = None if "steps" in keep else phase.minutes * scale
         say(f"phase {number} of {len(folders)}: {phase.name}" + ("" if minutes is None else f", {minutes:.3g} minutes"))
-        result = train(replace(own, out=folder, minutes=minutes, answer_minutes=limit), say, progress)
+        result = train(replace(phase_config, out=folder, minutes=minutes, answer_minutes=limit), say, progress)
         if "stopped" in result or "too_few_steps" in result:
             break
         config = replace(config, init=str(folder / "drafter"), carry=(*config.carry, folder / "data.npz"))
@@ -93,11 +93,11 @@ def train_recipe(
 
 def publish(out: Path, folders: list[Path], result: Row) -> None:
     """OUT/drafter: the last phase's files, with the provenance, logs and card of all phases so far."""
-    made = folders[-1] / "drafter"
+    source = folders[-1] / "drafter"
     to = out / "drafter"
-    if not (made / "model.safetensors").exists():
+    if not (source / "model.safetensors").exists():
         return
-    shutil.copytree(made, to, dirs_exist_ok=True)
+    shutil.copytree(source, to, dirs_exist_ok=True)
     runs = [read_json(folder / "drafter" / "provenance.json") for folder in folders]
     head = {k: runs[-1][k] for k in ("target", "target_hash", "data", "data_sha256", "device", "torch")}
     write_json(to / "provenance.json", {**head, "runs": runs})

@@ -95,8 +95,10 @@ class TrainRun:
         self.foresee(known, prompts)
         whole = self.data(known, prompts)
         if whole is None:
-            kept = job.out / "answers.jsonl"
-            self.say(f"stopped while answering; what there is lies in {kept}: the same command goes on from there")
+            answers_path = job.out / "answers.jsonl"
+            self.say(
+                f"stopped while answering; the answers so far are in {answers_path}: run the same command to continue"
+            )
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
@@ -138,12 +140,12 @@ class TrainRun:
 
     def prompts(self, known: Described) -> Sequences:
         job = self.job
-        kept = self.job.out / "prompts.npz"
+        prompts_path = self.job.out / "prompts.npz"
         files = {"data": job.data, "eval_data": job.eval_data}
         room = known.config.max_context
         most = min(job.max_prompt, room - job.max_new)
         require(most >= 1, f"--max-new {job.max_new} leaves no room for a prompt in {room} positions")
-        before = read_json(job.out / "prompts.json") if kept.exists() else {}
+        before = read_json(job.out / "prompts.json") if prompts_path.exists() else {}
         if before:
             for name, path in files.items():  # a resumed run has its prompts already; their file may be gone
                 was = before.get(f"{name}_sha256")
@@ -154,29 +156,29 @@ class TrainRun:
         else:
             listed = read_prompts(job.data, job.limit)
             apart = [] if job.eval_data is None else read_prompts(job.eval_data)
-            encode([*listed, *apart], known.text, known.config.vocab_size, max_tokens=most).save(kept)
-            given = {name: path for name, path in files.items() if path is not None}
-            source: Row = {name: path.name for name, path in given.items()}
-            source |= {f"{name}_sha256": file_hash(path) for name, path in given.items()}
+            encode([*listed, *apart], known.text, known.config.vocab_size, max_tokens=most).save(prompts_path)
+            given_files = {name: path for name, path in files.items() if path is not None}
+            source: Row = {name: path.name for name, path in given_files.items()}
+            source |= {f"{name}_sha256": file_hash(path) for name, path in given_files.items()}
             source |= {"lines": len(listed)} if apart else {}
             write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
-        prompts = Sequences.load(kept)
+        prompts = Sequences.load(prompts_path)
         self.say(f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens")
         return prompts
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
         job = self.job
-        kept = self.job.out / "data.npz"
-        if not kept.exists():
+        data_path = self.job.out / "data.npz"
+        if not data_path.exists():
             self.answer(known, prompts)
             if self.stop.asked:
                 return None
-            held = prompts.index[self.held(prompts)]
-            told = list(answers.read_answers(job.out / "answers.jsonl").values())
-            made = answers.as_sequences(prompts, told, known.config.vocab_size)
-            Sequences.join([made, *(carried(p, job, held) for p in job.carry)]).save(kept)
-        return Sequences.load(kept)
+            heldout_lines = prompts.index[self.held(prompts)]
+            recorded = list(answers.read_answers(job.out / "answers.jsonl").values())
+            sequences = answers.as_sequences(prompts, recorded, known.config.vocab_size)
+            Sequences.join([sequences, *(carried(p, job, heldout_lines) for p in job.carry)]).save(data_path)
+        return Sequences.load(data_path)
 
     def answer(self, known: Described, prompts: Sequences) -> None:
         """The target's answers into a file."""
@@ -184,20 +186,24 @@ class TrainRun:
         tasks = self.tasks(prompts)
         path = self.job.out / "answers.jsonl"
         longest = int(prompts.lengths.max()) + job.max_new
-        told = ""
+        summary = ""
 
         def report(done: int, count: int, tokens: int, seconds: float) -> None:
-            nonlocal told
-            told = f"{tokens} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):.0f} tok/s"
-            self.progress("answering", done, count, told)
+            nonlocal summary
+            summary = f"{tokens} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):.0f} tok/s"
+            self.progress("answering", done, count, summary)
 
         self.progress("loading the engine", 0, 1, "")
         with answers.answering_engine(known, job.device, forecast.torch_dtype(job), job.slots, longest) as engine:
             ends = time.perf_counter() + min(self.answer_seconds, self.budget.left)
-            halt = lambda: self.stop.asked or time.perf_counter() >= ends  # noqa: E731
-            asked = (engine, prompts, tasks, job.max_new, answers.read_answers(path))
-            answers.append_answers(path, answers.answer_tasks(*asked, report=report, halt=halt))
-        self.say(f"answered {told}")
+
+            def halt() -> bool:
+                return self.stop.asked or time.perf_counter() >= ends
+
+            had = answers.read_answers(path)
+            new_answers = answers.answer_tasks(engine, prompts, tasks, job.max_new, had, report=report, halt=halt)
+            answers.append_answers(path, new_answers)
+        self.say(f"answered {summary}")
 
     def tasks(self, prompts: Sequences) -> list[answers.Task]:
         """All requested answers."""
@@ -222,8 +228,8 @@ class TrainRun:
             costs = forecast.RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
             if job.minutes is not None:
                 share = min(1.0, self.answer_seconds / self.budget.seconds)
-                made = forecast.Forecast.of(costs, self.budget.left, share)
-                write_json(job.out / "forecast.json", {**asdict(made), "costs": asdict(costs)})
+                prediction = forecast.Forecast.of(costs, self.budget.left, share)
+                write_json(job.out / "forecast.json", {**asdict(prediction), "costs": asdict(costs)})
                 self.say(forecast.check(costs, job.minutes, self.budget.spent, share))
             else:
                 minutes = (costs.without_steps(tokens) + job.steps * costs.step) / 60
@@ -272,9 +278,9 @@ class TrainRun:
         self.progress("evaluating", 0, 1, "")
         result = finish.finish(trainer, target.hash, aside, self.halted)
         step = trainer.progress.step
-        made = job.out / "drafter"
+        drafter_path = job.out / "drafter"
         if self.stop.asked:
-            self.say(f"stopped at step {step}; {made} can be used, the same command goes on from here")
+            self.say(f"stopped at step {step}; {drafter_path} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
         result["steps"] = step
         if len(aside) and "full" not in result:
@@ -285,9 +291,9 @@ class TrainRun:
         elif result["step"] < step:
             best = f"step {result['step']}" if result["step"] or job.init is None else job.init
             last = f"{job.out / 'last'} holds the last ones"
-            self.say(f"no evaluation beat {best}, so {made} holds those weights; {last}")
+            self.say(f"no evaluation beat {best}, so {drafter_path} holds those weights; {last}")
         else:
-            self.say(f"drafter written to {made}")
+            self.say(f"drafter written to {drafter_path}")
         return result
 
     def sizes(self, target: TrainTarget, data: Sequences) -> forecast.Sizes:
@@ -364,12 +370,12 @@ def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
     return np.sort(by_kind[(np.arange(count) * (len(greedy) / count)).astype(np.int64)])
 
 
-def carried(path: Path, job: TrainConfig, held: np.ndarray) -> Sequences:
+def carried(path: Path, job: TrainConfig, heldout_lines: np.ndarray) -> Sequences:
     """Every greedy answer and a share of the sampled ones of an earlier run's data; none of held-out prompts, which are
     answered again."""
     data = Sequences.load(path)
     luck = np.random.default_rng((job.seed, 5)).random(len(data))
-    return data.select((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, held))
+    return data.select((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, heldout_lines))
 
 
 def trim_log(path: Path, step: int) -> None:

@@ -79,8 +79,8 @@ def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelC
         dense = weights.get(name)
         for source, (rows, *_) in zip(plan.sources, plan.source_shapes):
             if source in file.updates:
-                own = as_tensor(dense)[row : row + rows]  # type: ignore[arg-type]
-                own.copy_(own.float() + file.updates[source].delta().to(own.device))
+                target_rows = as_tensor(dense)[row : row + rows]  # type: ignore[arg-type]
+                target_rows.copy_(target_rows.float() + file.updates[source].delta().to(target_rows.device))
             row += rows
 
 

@@ -42,36 +42,36 @@ def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter:
     slots = min(many, len(encoded))
     longest = int(encoded.lengths.max()) + max_new
     with answering_engine(known, asked.device, getattr(torch, asked.dtype), slots, longest, helper) as engine:
-        made = list(answer_tasks(engine, encoded, tasks, max_new))
-    return as_sequences(encoded, made, config.vocab_size)
+        recorded = list(answer_tasks(engine, encoded, tasks, max_new))
+    return as_sequences(encoded, recorded, config.vocab_size)
 
 
-def evaluate_drafter(model: str, drafter: str, asked: EvalConfig, card: bool = False, say: Say = print) -> Row:
+def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = False, say: Say = print) -> Row:
     """card: write the drafter's acceptance profile into its folder."""
-    every = read_prompts(asked.prompts)
-    limit = asked.limit
+    every = read_prompts(config.prompts)
+    limit = config.limit
     require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
     count = min(limit or len(every), len(every))  # evenly over the file: many are sorted by category
     listed = [every[int(i * len(every) / count)] for i in range(count)]
     known = describe(model)
     drafter_config(drafter, known.config)  # refused before long work
     began = time.perf_counter()
-    data = answers(known, listed, asked, drafter)
+    data = answers(known, listed, config, drafter)
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
-    target = open_target(known, asked.device, getattr(torch, asked.dtype))
+    target = open_target(known, config.device, getattr(torch, config.dtype))
     net = load_net(drafter, target)
     if isinstance(net, DrafterModule):
-        if asked.device.startswith("cuda"):
+        if config.device.startswith("cuda"):
             net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
-        if asked.full_head:
+        if config.full_head:
             net.config = replace(net.config, clusters=0)
-    found = Judge(target.model, net, full=False).drafts(data, temperature=asked.temperature, weigh=card)
+    judged = Judge(target.model, net, full=False).drafts(data, temperature=config.temperature, weigh=card)
     categories = [listed[i].category for i in data.index]
-    result = summary(found.right, categories, MAX_DRAFT)
+    result = summary(judged.right, categories, MAX_DRAFT)
     if card:
         files = hub.resolve(drafter, kind="drafter")
-        made = acceptance.measure(found.runs(), fingerprint(files))
-        say(f"{acceptance.write(Path(files.path), made)}: {made.judged} tokens judged")
+        profile = acceptance.measure(judged.runs(), fingerprint(files))
+        say(f"{acceptance.write(Path(files.path), profile)}: {profile.judged} tokens judged")
     share = drafter_size(net.config).step / model_size(target.config).active
     fastest = best_k(result["tokens_per_cycle"], share, once=getattr(net.config, "kind", "mtp") == "dflash")
     return {**result, "draft_step_share": round(share, 4), "best_k": fastest}

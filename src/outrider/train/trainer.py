@@ -146,16 +146,16 @@ class Trainer:
         """Batches from the current progress on, with the epoch and the batches taken after each."""
         s = self.config
         epoch = self.progress.epoch
-        taken = self.progress.taken
+        num_used = self.progress.taken
         while True:
             plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
-            while taken < len(plan):
-                which = plan[taken]
-                taken = taken + 1
-                drawn = (s.seed, epoch, taken)
-                yield make_batch(self.data, which, s.unroll, share=s.anchor_share or 1.0, seed=drawn), epoch, taken
+            while num_used < len(plan):
+                which = plan[num_used]
+                num_used = num_used + 1
+                drawn = (s.seed, epoch, num_used)
+                yield make_batch(self.data, which, s.unroll, share=s.anchor_share or 1.0, seed=drawn), epoch, num_used
             epoch = epoch + 1
-            taken = 0
+            num_used = 0
 
     def share(self, passed: float) -> float:
         """The completed share of the run."""
@@ -175,11 +175,11 @@ class Trainer:
         s = self.config
         p = self.progress
         began = time.perf_counter() - p.seconds
-        told = saved = time.perf_counter()
+        reported_at = saved = time.perf_counter()
         results: list[tuple[Tensor, Tensor]] = []  # since the last report
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
         slowest = 0.0  # seconds of a step: none is begun that would end too late
-        for batch, epoch, taken in batches:
+        for batch, epoch, num_used in batches:
             passed = time.perf_counter() - began
             if self.share(passed + slowest) >= 1.0 or self.hooks.stop():
                 break
@@ -189,16 +189,16 @@ class Trainer:
             loss.backward()
             results.append((loss.detach(), stat))
             p.epoch = epoch
-            p.taken = taken
+            p.taken = num_used
             self.update(lr)
             p.step += 1
             p.seconds = time.perf_counter() - began
             slowest = max(0.9 * slowest, p.seconds - passed)
             due = time.perf_counter() - saved >= 60 * s.save_minutes
             if p.step % s.log_every == 0 or p.step == 1 or due:
-                self.report(results, time.perf_counter() - told, lr)
+                self.report(results, time.perf_counter() - reported_at, lr)
                 results = []
-                told = time.perf_counter()
+                reported_at = time.perf_counter()
             if due:
                 self.save()
                 saved = time.perf_counter()
@@ -207,7 +207,7 @@ class Trainer:
             if s.eval_every and p.step % s.eval_every == 0:
                 self.judge()
         if results:
-            self.report(results, time.perf_counter() - told, 0.0)
+            self.report(results, time.perf_counter() - reported_at, 0.0)
         self.save()
 
     def update(self, lr: float) -> None:
@@ -228,8 +228,8 @@ class Trainer:
         hit, accepted = ([round(float(v), 4) for v in share / rows.clamp_min(1)] for share in (hits, alpha))
         advice = "stopped; the last checkpoint is good; try a smaller --lr"
         require(math.isfinite(value), f"the loss is {value} at step {p.step}: {advice}")
-        told = f"step {p.step}, loss {value:.3f}, first draft right {hit[0]:.0%}"
-        self.hooks.progress(self.share(p.seconds), told)
+        line = f"step {p.step}, loss {value:.3f}, first draft right {hit[0]:.0%}"
+        self.hooks.progress(self.share(p.seconds), line)
         row = {"step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2)}
         row |= {"steps_per_s": round(len(results) / seconds, 2), "anchors_per_s": round(float(rows[0]) / seconds)}
         self.hooks.log({**row, "hit": hit, "alpha": accepted})
@@ -262,11 +262,11 @@ class Trainer:
         if not path.exists():
             return False
         try:
-            kept = torch.load(path, map_location="cpu", weights_only=True)
-            self.net.load_state_dict(kept["net"])
-            for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            self.net.load_state_dict(checkpoint["net"])
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-            self.progress = TrainProgress(**kept["progress"])
+            self.progress = TrainProgress(**checkpoint["progress"])
             path = path.with_name("best.pt")
             best = torch.load(path, map_location="cpu", weights_only=True)["score"] if path.exists() else -math.inf
             # one found after the checkpoint was written must not be replaced by what is worse
@@ -284,15 +284,15 @@ def make_optimizers(
     """By canonical name: matrices of the network to Muon (Jordan et al. 2024), with a step scaled to AdamW's (as in
     Moonlight), so that one learning rate serves both; heads, centroids, norms and scalars to AdamW."""
     matrices = {n: p for n, p in params.items() if muon and p.ndim == 2 and n not in HEADS}
-    rest = [p for n, p in params.items() if n not in matrices]
-    made: list[torch.optim.Optimizer] = []
+    others = [p for n, p in params.items() if n not in matrices]
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(torch.optim.Muon(matrices.values(), lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
-    if rest:
-        sides = [p for p in rest if p.ndim >= 2], [p for p in rest if p.ndim < 2]
+        optimizers.append(torch.optim.Muon(matrices.values(), lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        sides = [p for p in others if p.ndim >= 2], [p for p in others if p.ndim < 2]
         groups = [{"params": p, "weight_decay": d} for p, d in zip(sides, (weight_decay, 0.0)) if p]
-        made.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=rest[0].is_cuda))
-    return made
+        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=others[0].is_cuda))
+    return optimizers
 
 
 def write(path: Path, content: Row) -> None:
@@ -316,7 +316,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Of a log, where there is one, without a row that was cut off as its run was killed."""
+    """Rows of a log (none if there is no file), without one that was cut off when its run was killed."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):
