@@ -1,4 +1,5 @@
-"""The composition root: builds an engine from weights, tokenizer, drafter, controller, adapters and image encoder."""
+"""The composition root: builds an engine from weights, tokenizer, drafter, controller, adapters and the encoders of
+images and sound."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ from . import ops as ops_module
 from .cache.prefix_store import PrefixStore
 from .config import LoadSettings
 from .engine.adapters import AdapterPool, adaptable_weights
+from .engine.audio import AudioEncoder
 from .engine.engine import Engine
 from .engine.images import ImageEncoder
 from .engine.memory import KVBudget, KVOptions
 from .engine.text import Tokenizer
+from .models.audio import AudioModel
+from .models.audio_config import NO_AUDIO, NO_AUDIO_MMPROJ
 from .models.block_config import is_block
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
@@ -43,6 +47,7 @@ from .spec.mtp import MTPDrafter
 from .types import OutriderError
 from .weights import hub
 from .weights.adapter import load_adapter
+from .weights.audio import audio_config, has_audio, load_audio
 from .weights.files import Files, check_draft_model, fingerprint, text_files
 from .weights.load import load_drafter, load_target
 from .weights.vision import has_vision, load_vision, vision_config
@@ -58,6 +63,7 @@ class Assembled(NamedTuple):
     weight_bytes: int
     cost_key: str | None  # key of its measured costs on disk; None: costs are not measured
     vision: ImageEncoder | str  # the image encoder, or the reason why there is none
+    audio: AudioEncoder | str  # the audio encoder, likewise
 
 
 def assemble(model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None = None) -> Assembled:
@@ -122,7 +128,11 @@ def _assemble(
     learnt = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
     if adapters is not None and learnt and learnt not in (adapters.get(name).digest.hex() for name in adapters.paths):
         say("the drafter was trained for another adapter, so expect fewer accepted drafts")
-    vision, span_rows = load_images(files, settings, ops, device, dtype, group is None or group.tp.rank == 0)
+    leads = group is None or group.tp.rank == 0
+    vision, span_rows = load_images(files, settings, ops, device, dtype, leads)
+    audio = load_sound(files, settings, device, dtype, leads)
+    if isinstance(audio, AudioEncoder):
+        size += audio.model.nbytes
     if isinstance(vision, ImageEncoder):
         size += vision.model.nbytes
         if tokenizer is not None:
@@ -153,7 +163,7 @@ def _assemble(
         size_kv = f"{engine.kv_budget.tokens:,} tokens in {engine.store.nbytes / 2**30:.1f} GiB"
         say(f"K/V: {size_kv}; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
     if spec.draft_tokens is not None or not names:
-        return Assembled(engine, note, size, None, vision)
+        return Assembled(engine, note, size, None, vision, audio)
     trained_for = drafter.trained_for if drafter is not None else None
     divided = "" if group is None else f" over {group.tp.world}"
     machine = machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads)
@@ -161,7 +171,7 @@ def _assemble(
         f"{machine}|{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv "
         f"{engine_config.kv_dtype}{divided}|{__version__} {FORMAT} {ops.version}"
     )
-    return Assembled(engine, note, size, key, vision)
+    return Assembled(engine, note, size, key, vision, audio)
 
 
 def load_images(
@@ -184,6 +194,23 @@ def load_images(
     threads = settings.threads or default_threads()
     model = VisionModel(config, weights, ops if on_gpu else ReferenceOps(), 1 if on_gpu else threads)
     return ImageEncoder(model, rows, settings.max_images, settings.max_image_pixels), rows
+
+
+def load_sound(
+    files: Files, settings: LoadSettings, device: torch.device, dtype: torch.dtype, leads: bool
+) -> AudioEncoder | str:
+    """The audio encoder, or why there is none. leads: this is rank 0, which encodes."""
+    if not settings.audio:
+        return "sound is off: the model was loaded without its audio weights (--no-audio)"
+    config = audio_config(files)
+    dummy_seed = settings.seed if settings.load_format == "dummy" else None
+    if config is None or (dummy_seed is None and not has_audio(files)):
+        return NO_AUDIO_MMPROJ if files.gguf is not None else NO_AUDIO
+    if not leads:
+        return "sound is read by rank 0"
+    weights = load_audio(files, config, device, dtype, dummy_seed)
+    threads = 1 if device.type == "cuda" else settings.threads or default_threads()
+    return AudioEncoder(AudioModel(config, weights, threads), settings.max_clips)
 
 
 def load_adapters(target: TextModel, settings: LoadSettings, say: Say) -> AdapterPool:

@@ -148,6 +148,8 @@ class LoadSettings:
     ] = 280
     max_images: Annotated[int, "Maximum images per prompt."] = 16
     max_image_pixels: Annotated[int, "Maximum pixels per image file, according to its header."] = 64_000_000
+    audio: Annotated[bool, "Load the audio weights of a model that takes sound."] = True
+    max_clips: Annotated[int, "Maximum sound clips per prompt."] = 8
     load_format: LoadFormat = "auto"  # dummy: seeded random weights from the config alone, without a tokenizer
     seed: int = 0  # of dummy weights
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters: {name: a folder, .gguf file or id}
@@ -169,9 +171,9 @@ class LoadSettings:
         own = isinstance(self.engine, EngineConfig)
         require(own, f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)")
         check_whole(self, None, "threads", "seed")
-        check_whole(self, 0, "max_images", "max_image_pixels")
+        check_whole(self, 0, "max_images", "max_image_pixels", "max_clips")
         check_whole(self, 1, "tensor_parallel", "max_adapters")
-        check_switch(self, "vision")
+        check_switch(self, "vision", "audio")
         require(isinstance(self.ops, str), f"ops must be a text such as 'auto' or 'cpu', got {self.ops!r}")
         spec = self.spec  # constructing it checks its fields
         if self.drafter == "none":

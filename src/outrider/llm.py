@@ -20,10 +20,13 @@ from typing import Any, NoReturn, SupportsIndex, TypedDict, Unpack
 
 from .assemble import Assembled, Say, assemble
 from .config import LoadSettings, parse_draft_tokens, parse_tree
+from .engine.audio import AudioEncoder
 from .engine.calibrate import calibrate
 from .engine.engine import Event
-from .engine.images import ImageEncoder, SoftPrompt, take_images
+from .engine.images import ImageEncoder
+from .engine.media import Media, take_media
 from .engine.shared import SharedEngine
+from .engine.soft_prompt import SoftInputs, SoftPrompt, expand
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
 from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
@@ -33,7 +36,8 @@ from .weights.load import check_shares
 
 log = logging.getLogger("outrider")
 Image = Any  # a path, the bytes of a file, a PIL image or a uint8 array [h, w, 3]
-Prompt = str | Sequence[int] | Mapping[str, Any]  # {"text": ..., "images": [...]}
+Clip = Any  # a path, the bytes of a sound file, a data URL or (samples, rate)
+Prompt = str | Sequence[int] | Mapping[str, Any]  # {"text": ..., "images": [...], "audio": [...]}
 
 
 class RequestOptions(TypedDict, total=False):
@@ -69,6 +73,7 @@ class LLM:
         self.drafter_note = made.drafter_note
         self.group = group
         self.vision = made.vision
+        self.audio = made.audio
         self._weight_bytes = made.weight_bytes
         self.tokenizer = engine.tokenizer
         self.config = engine.model.config
@@ -114,9 +119,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the other processes: the other tensor-parallel ranks, and the one that decodes images."""
-        if isinstance(self.vision, ImageEncoder):
-            self.vision.close()
+        """Ends the other processes: the other tensor-parallel ranks, and those that decode images and sound."""
+        for encoder in (self.vision, self.audio):
+            if not isinstance(encoder, str):
+                encoder.close()
         if self.group is not None:
             self.group.close()
 
@@ -186,19 +192,23 @@ class LLM:
         listed = list(messages) if isinstance(messages, Iterable) else [messages]
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in listed):
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
-        texts, images = take_images(listed)
+        texts, media = take_media(listed)
+        inputs = self.soft_inputs(media) if media else []  # an error if the model takes none of that kind
         ids = self._tokenizer().chat(texts, tools)
         require(bool(ids), "the chat template makes no prompt of these messages")
-        return self.images().expand(ids, images) if images else ids
+        return expand(ids, inputs) if inputs else ids
 
-    def encode_chat(self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = ()) -> list[int]:
-        """Token ids of a message with these images before it; by the chat template if there is one, unless `raw`."""
+    def encode_chat(
+        self, prompt: str | Messages, raw: bool = False, images: Sequence[Image] = (), audio: Sequence[Clip] = ()
+    ) -> list[int]:
+        """Token ids of a message with these images and clips before it; by the chat template if there is one, unless
+        `raw`."""
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if images and raw:
-            return self._encode({"text": str(messages[-1]["content"]), "images": images})
-        if images:
-            self.images()  # an error where the model takes none
-            parts: Any = [*({"type": "image", "image": image} for image in images)]
+        if raw and (images or audio):
+            return self._encode({"text": str(messages[-1]["content"]), "images": images, "audio": audio})
+        if images or audio:
+            parts: list[Any] = [{"type": "image", "image": image} for image in images]
+            parts += [{"type": "audio", "audio": clip} for clip in audio]
             last = {**messages[-1], "content": [*parts, {"type": "text", "text": messages[-1]["content"]}]}
             return self.chat_prompt([*messages[:-1], last])
         if not raw and self.tokenizer is not None and self.tokenizer.has_chat_template:
@@ -213,29 +223,49 @@ class LLM:
             raise OutriderError(self.vision)
         return self.vision
 
-    def _with_images(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Images go where the text has `<|image|>` (Gemma 3: `<start_of_image>`), or before it."""
-        unknown = set(prompt) - {"text", "images"}
-        given = prompt.get("images", ())
-        if unknown or not isinstance(prompt.get("text"), str | list) or not isinstance(given, list | tuple | None):
-            form = "{'text': ..., 'images': [...]}, and nothing else (conversations: LLM.chat)"
-            raise OutriderError(f"a prompt with images is {form}")
+    def sound(self) -> AudioEncoder:
+        """The audio encoder; an error if the model takes no sound."""
+        if isinstance(self.audio, str):
+            raise OutriderError(self.audio)
+        return self.audio
+
+    def soft_inputs(self, media: Media) -> list[SoftInputs]:
+        """The images and clips with their encoders."""
+        inputs = list[SoftInputs]()
+        if media.images:
+            inputs.append(SoftInputs(self.images(), media.images))
+        if media.audio:
+            inputs.append(SoftInputs(self.sound(), media.audio))
+        return inputs
+
+    def _with_media(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Images go where the text has `<|image|>` (Gemma 3: `<start_of_image>`), clips where it has `<|audio|>`; those
+        of a kind without a place go before the text."""
+        unknown = set(prompt) - {"text", "images", "audio"}
+        lists = [prompt.get(name) for name in ("images", "audio")]
+        listed = all(isinstance(items, list | tuple | None) for items in lists)
+        if unknown or not isinstance(prompt.get("text"), str | list) or not listed:
+            form = "{'text': ..., 'images': [...], 'audio': [...]}, and nothing else (conversations: LLM.chat)"
+            raise OutriderError(f"a prompt with images or sound is {form}")
         text = prompt["text"]
-        images = list(given or ())
-        if not images:
+        images, clips = (list(items or ()) for items in lists)
+        inputs = self.soft_inputs(Media(images, clips))
+        if not inputs:
             return self._encode(text)
-        vision = self.images()
         ids = self._encode(self._tokenizer().with_image_text(text) if isinstance(text, str) else text)
-        if vision.config.placeholder_id not in ids:
-            at = 1 if self.config.bos_id is not None and ids[:1] == [self.config.bos_id] else 0
-            ids[at:at] = [vision.config.placeholder_id] * len(images)
-        return vision.expand(ids, images)
+        start = 1 if self.config.bos_id is not None and ids[:1] == [self.config.bos_id] else 0
+        before: list[int] = []
+        for kind in inputs:
+            if kind.encoder.ids.placeholder not in ids:
+                before += [kind.encoder.ids.placeholder] * len(kind.items)
+        ids[start:start] = before
+        return expand(ids, inputs)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, SoftPrompt):
             return prompt
         if isinstance(prompt, Mapping):
-            return self._with_images(prompt)
+            return self._with_media(prompt)
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt, bos=True)
         kinds = "a prompt is a text or a list of token ids"

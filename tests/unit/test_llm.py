@@ -123,8 +123,8 @@ def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize("images", ["photo.png", b"x", 5, np.zeros((4, 4, 3), np.uint8)])
 def test_images_are_a_list(images: Any) -> None:
     """A single path would be read letter by letter."""
-    with pytest.raises(OutriderError, match="a prompt with images is"):
-        LLM._with_images(object.__new__(LLM), {"text": "x", "images": images})
+    with pytest.raises(OutriderError, match="a prompt with images or sound is"):
+        LLM._with_media(object.__new__(LLM), {"text": "x", "images": images})
 
 
 def test_a_with_block_closes_the_model() -> None:

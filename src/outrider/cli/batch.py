@@ -33,7 +33,7 @@ class BatchOptions:
     ] = None
 
 
-@common.loading(*common.RUNNING, *common.IMAGES)
+@common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(BatchOptions)
 def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.

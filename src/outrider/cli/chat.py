@@ -22,6 +22,7 @@ COMMAND = re.compile(r"/\w*( .*)?")  # on one line; `/* C`, `// C` and `/etc/hos
 COMMANDS = {
     "/system": "TEXT  a system message",
     "/image": "FILE  for the next message",
+    "/audio": "FILE  likewise",
     "/retry": "  answer the last message again",
     "/save": "FILE",
     "/load": "FILE  a conversation",
@@ -41,6 +42,7 @@ class ChatOptions:
     model: common.Model = "smollm2"
     system: Annotated[str | None, "A system message."] = None
     image: common.ImageFiles = None
+    audio_files: common.AudioFiles = None
     max_tokens: common.MaxTokens = 512
     temperature: Annotated[float | None, "0: greedy. Default: the model's own (generation_config.json), else 0.7."] = (
         None
@@ -53,7 +55,7 @@ class ChatOptions:
     adapter: common.Adapters = None
 
 
-@common.loading(*common.RUNNING, *common.IMAGES)
+@common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(ChatOptions)
 def chat(asked: ChatOptions, load: LoadSettings) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D or /quit ends.
@@ -74,7 +76,9 @@ def chat(asked: ChatOptions, load: LoadSettings) -> None:
     note(HELP)
     talk = Conversation(llm, params, asked.system)
     for path in asked.image or ():
-        talk.attach(path)
+        talk.attach("image", path)
+    for path in asked.audio_files or ():
+        talk.attach("audio", path)
     talk.run()
 
 
@@ -87,7 +91,7 @@ class Conversation:
         self.draft_tokens: int | None = None
         self.drafter: bool | str = True
         self.turns: list[RequestStats] = []
-        self.images: list[str] = []  # for the next message
+        self.attached: list[dict[str, str]] = []  # parts of the next message: images and clips
 
     def run(self) -> None:
         while True:
@@ -107,7 +111,7 @@ class Conversation:
                 err.print(str(error), style="red")
             except OSError as error:  # of /save and /load
                 err.print(f"{error.filename or line.partition(' ')[2]}: {error.strerror or error}", style="red")
-            except KeyboardInterrupt:  # while an image is read
+            except KeyboardInterrupt:  # while an attachment is read
                 out.print()
 
     def command(self, line: str) -> None:
@@ -131,8 +135,8 @@ class Conversation:
             self.choose_drafter(argument.strip())
         elif name == "/adapter":
             self.choose_adapter(argument.strip())
-        elif name == "/image":
-            self.attach(str(named_file(name, argument)))
+        elif name in ("/image", "/audio"):
+            self.attach(name[1:], str(named_file(name, argument)))
         elif name == "/retry":
             self.retry()
         elif name == "/save":
@@ -154,10 +158,11 @@ class Conversation:
             self.llm.adapter = None if name == "none" else name
         note(f"adapter: {self.llm.adapter or 'none'}")
 
-    def attach(self, path: str) -> None:
-        """Adds an image to the next message; an unreadable file is an error at once."""
-        count = self.llm.images().encode(path).soft_tokens.shape[0]
-        self.images.append(path)
+    def attach(self, kind: str, path: str) -> None:
+        """Adds an image or a clip (`audio`) to the next message; an unreadable file is an error at once."""
+        encoder = self.llm.images() if kind == "image" else self.llm.sound()
+        count = encoder.encode(path).soft_tokens.shape[0]
+        self.attached.append({"type": kind, kind: path})
         note(f"{path}: {count} tokens, with the next message")
 
     def choose_drafter(self, name: str) -> None:
@@ -182,9 +187,9 @@ class Conversation:
     def answer(self, content: str | list[dict[str, str]], before: Sequence[dict[str, Any]] | None = None) -> None:
         """content: a text, or the parts of an earlier message; before: the messages before it, if not all. A message
         that is refused leaves the conversation as it was."""
-        pending = self.images if isinstance(content, str) else []
+        pending = self.attached if isinstance(content, str) else []
         if pending:
-            content = [*({"type": "image", "image": path} for path in pending), {"type": "text", "text": str(content)}]
+            content = [*pending, {"type": "text", "text": str(content)}]
         messages = [*(self.messages if before is None else before), {"role": "user", "content": content}]
         text = ""
         try:
@@ -206,7 +211,7 @@ class Conversation:
             note("stopped")
         self.messages = [*messages, {"role": "assistant", "content": text}]
         if pending:
-            self.images = []
+            self.attached = []
 
 
 def named_file(command: str, argument: str) -> Path:

@@ -108,7 +108,12 @@ ROOM = ("max_context", "kv_dtype", "gpu_memory")
 RUNNING = (*DRAFTING, *MACHINE, *ROOM)
 KEEPING = ("prefix_store", "prefix_store_size")
 IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")
+SOUND = ("audio", "max_clips")
 ImageFiles = Annotated[list[str] | None, "An image that the prompt is about (may be repeated)."]
+AudioFiles = Annotated[
+    list[str] | None,
+    typer.Option("--audio", metavar="FILE", help="A sound file that the prompt is about (may be repeated)."),
+]
 SPELLINGS = (*ALIASES.items(), ("max_num_seqs", "max_concurrent"))  # names in other engines, and ours
 VARIABLES = {"api_key": "OUTRIDER_API_KEY", "otel_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] of the user's file may set them
@@ -116,7 +121,9 @@ SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] o
 
 def loading(*names: str) -> Callable[[Command], Command]:
     """Gives a command these load options; it gets their values as its parameter `load`, a `LoadSettings`."""
-    return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
+    switch = typer.Option("--audio-weights/--no-audio", help=OPTIONS["audio"].help)  # --audio names a file
+    known = OPTIONS | {"audio": replace(OPTIONS["audio"], help=switch)}
+    return offering("load", {name: known[name] for name in names}, LoadSettings.of)
 
 
 def serving(settings: type) -> Callable[[Command], Command]:

@@ -28,6 +28,7 @@ class GenerateOptions:
         Path | None, "A .jsonl file with the field prompt or turns; prints one JSON object per line."
     ] = None
     image: common.ImageFiles = None
+    audio_files: common.AudioFiles = None
     raw: Annotated[bool, "No chat template: continue the text as it is."] = False
     max_tokens: common.MaxTokens = 256
     temperature: Annotated[float, "0: greedy; 1: the model's own probabilities."] = 0.0
@@ -50,7 +51,7 @@ class GenerateOptions:
     adapter: common.Adapters = None
 
 
-@common.loading(*common.RUNNING, *common.IMAGES)
+@common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(GenerateOptions)
 def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     """Generate text. Speculation is on by default and never changes the answer.
@@ -62,6 +63,8 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     prompt = asked.prompt
     require((prompt is None) != (asked.prompts is None), "give either a prompt or --prompts FILE.jsonl")
     require(not asked.image or asked.prompts is None, "--image is for a single prompt: leave it out with --prompts")
+    single = not asked.audio_files or asked.prompts is None
+    require(single, "--audio is for a single prompt: leave it out with --prompts")
     rows = asked.as_json or asked.prompts is not None
     require(rows or asked.logprobs is None, "--logprobs are part of the JSON object: add --json")
     require(asked.n == 1 or asked.prompts is None, "--n is for a single prompt: leave it out with --prompts")
@@ -84,7 +87,7 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
                 raise OutriderError(f"{asked.prompts}, prompt {number}: {error}") from None
         return
     assert prompt is not None
-    ids = llm.encode_chat(prompt, asked.raw, asked.image or ())
+    ids = llm.encode_chat(prompt, asked.raw, asked.image or (), asked.audio_files or ())
     if asked.as_json:
         answers = [_answer(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare) for i in range(asked.n)]
         print(json.dumps(answers[0] if asked.n == 1 else answers, ensure_ascii=False))

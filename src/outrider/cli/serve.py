@@ -39,7 +39,7 @@ class ServeOptions:
 
 
 @common.serving(ServerSettings)
-@common.loading(*common.RUNNING, *common.IMAGES, *common.KEEPING, "max_adapters")
+@common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND, *common.KEEPING, "max_adapters")
 @common.taking(ServeOptions)
 def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: LoadSettings) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.

@@ -196,7 +196,8 @@ class Engine:
         require(size < context, f"prompt has {size} tokens; the context holds {context}: shorten it{more}")
         for span in request.spans:
             rows = span.end - span.start
-            fits = 0 < rows <= self.span_rows and span.end < size
+            require(rows > 0 and span.end < size, "soft tokens must lie inside of the prompt")
+            fits = rows <= self.span_rows or not span.bidirectional  # others may be cut
             require(fits, f"an image of {rows} tokens; this engine takes {self.span_rows}")
         SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
         require(request.id not in self._seqs, f"request id {request.id!r} is already running")

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
 from ..engine.grammar import AllowedTokens
-from ..engine.images import continued
+from ..engine.soft_prompt import SoftInputs, continued, expand
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG
@@ -263,10 +263,11 @@ class Preparer:
     def _with_images(self, ids: list[int], urls: list[str]) -> list[int]:
         vision = self.backend.vision
         assert not isinstance(vision, str), "a model that takes no images has refused them"
-        if len(urls) > vision.max_images:
-            raise OutriderError(f"{len(urls)} images; at most {vision.max_images} are allowed in a prompt")
+        if len(urls) > vision.max_items:
+            raise OutriderError(f"{len(urls)} images; at most {vision.max_items} are allowed in a prompt")
         hosts = self._settings.allow_image_hosts
-        return vision.expand(ids, [url if url[:5].lower() == "data:" else fetch_image(url, hosts) for url in urls])
+        images = [url if url[:5].lower() == "data:" else fetch_image(url, hosts) for url in urls]
+        return expand(ids, [SoftInputs(vision, images)])
 
     @property
     def sees(self) -> bool:

@@ -1,0 +1,117 @@
+"""Sound in prompts: `AudioEncoder.encode` decodes a clip (files in a subprocess), computes its features and runs the
+audio model; the most recent clips are cached by content. `soft_prompt.expand` puts them into a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..models import audio_processing
+from ..models.audio import AudioModel
+from ..models.audio_config import MAX_SECONDS, SAMPLE_RATE
+from ..models.audio_processing import HEAD, MAX_BYTES, REPLY, check_length, check_shape, mono_of, resampled
+from ..types import OutriderError, SoftSpan, bad_input, require
+from .child_process import ChildLost, ChildProcess
+from .media import data_url, read_file
+from .soft_prompt import PlaceholderIds, SpanCache
+
+DECODE_SECONDS = 60.0  # of wall time for one file: on a busy machine a long decode gets little processor time
+CACHED_CLIPS = 64  # clips whose soft tokens are kept
+VERSION = b"1"  # of the preprocessing: other features, other digests
+SPOILED = OutriderError("the sound took too much memory or time to decode, and was refused")
+FORMS = "a clip is a path, the bytes of a file, a data URL or (samples, rate)"
+
+
+class AudioEncoder:
+    def __init__(self, model: AudioModel, max_clips: int) -> None:
+        self.model = model
+        self.config = model.config
+        self.noun = "clip"
+        self.max_items = max_clips
+        self.max_seconds = MAX_SECONDS
+        config = model.config
+        self.ids = PlaceholderIds(config.audio_id, config.boa_id, config.audio_id, config.eoa_id)
+        self.decoder = AudioDecoder()
+        self._spans = SpanCache(CACHED_CLIPS)
+
+    def encode(self, item: object) -> SoftSpan:
+        """A path, the bytes of a file, a data URL, or samples with their rate; as a span at 0."""
+        samples = self.samples(item)
+        config = self.config
+        if len(samples) < config.min_samples:
+            seconds = config.min_samples / SAMPLE_RATE
+            raise OutriderError(f"the sound is too short: {len(samples)} samples at 16 kHz; {seconds:.2g} s are needed")
+        key = hashlib.blake2b(samples.tobytes(), digest_size=16, salt=b"audio" + VERSION).digest()
+
+        def span() -> SoftSpan:
+            return SoftSpan(0, self.model.encode(samples), key, bidirectional=False, pad_id=config.pad_id)
+
+        return self._spans.get(key, span)
+
+    def samples(self, item: object) -> np.ndarray:
+        """float32 [n] at 16 kHz."""
+        if isinstance(item, str) and item[:5].lower() == "data:":
+            item = data_url(item, "sound", MAX_BYTES)
+        elif isinstance(item, str | os.PathLike):
+            data = read_file(Path(item), "sound", MAX_BYTES)
+            with bad_input(OutriderError, lambda error: f"{item}: {error}"):
+                return self.decoder.samples(data, self.max_seconds)
+        if isinstance(item, bytes | bytearray | memoryview):
+            return self.decoder.samples(bytes(item), self.max_seconds)
+        waveform, rate = as_waveform(item)
+        with bad_input(ValueError, str):
+            check_shape(waveform.shape[1], rate)
+            check_length(len(waveform), rate, self.max_seconds)
+            return resampled(mono_of(waveform), rate)
+
+    def close(self) -> None:
+        self.decoder.close()
+
+
+def as_waveform(item: object) -> tuple[np.ndarray, float]:
+    """Samples with their rate, as (samples, rate) or {"array": samples, "sampling_rate": rate}: float32 [n, channels]
+    with full scale 1, and the rate."""
+    if isinstance(item, Mapping) and set(item) >= {"array", "sampling_rate"}:
+        item = (item["array"], item["sampling_rate"])
+    if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], int | float | np.number):
+        got = type(item).__name__
+        raise OutriderError(f"{FORMS}, got {got}")
+    try:
+        array = np.asarray(item[0])
+    except Exception:
+        array = np.empty(0)
+    if array.ndim == 1:
+        array = array[:, None]
+    numbers = array.dtype.kind == "f" or array.dtype in (np.int16, np.int32)
+    form = f"samples are floats of full scale 1, int16 or int32, [n] or [n, channels]; got {array.dtype} {array.shape}"
+    require(numbers and array.ndim == 2 and array.size > 0, form)
+    if array.dtype.kind == "i":
+        array = array / np.float32(-float(np.iinfo(array.dtype).min))
+    return array.astype(np.float32), float(item[1])
+
+
+# ---- untrusted files -------------------------------------------------------------------------------------------------
+class AudioDecoder(ChildProcess):
+    """Decodes files in a subprocess with limits on time and memory: a hostile file ends that process only, and is
+    refused."""
+
+    def __init__(self, seconds: float = DECODE_SECONDS) -> None:
+        """seconds: of wall time for one file."""
+        super().__init__(audio_processing.__file__, seconds=seconds)
+
+    def samples(self, data: bytes, max_seconds: float) -> np.ndarray:
+        """float32 [n] at 16 kHz. Thread-safe; blocks until done."""
+        require(len(data) > 0, "the sound file is empty")
+        require(len(data) <= MAX_BYTES, f"the sound file has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
+        try:
+            reply = self.call(HEAD.pack(max_seconds) + data)
+        except ChildLost:
+            raise SPOILED from None
+        (good,) = REPLY.unpack_from(reply)
+        if not good:
+            raise OutriderError(reply[REPLY.size :].decode("utf-8", "replace"))
+        return np.frombuffer(reply, "<f4", offset=REPLY.size)
