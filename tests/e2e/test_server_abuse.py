@@ -160,7 +160,7 @@ def test_undeclared_properties_are_not_generated() -> None:
     inner = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     compiler = GrammarCompiler(TOK.json, VOCAB, TOK.eos_ids)
-    matcher = compiler.compile(build(GrammarSource("json_schema", json.dumps(schema), "x"))).matcher()
+    matcher = compiler.compile(build(GrammarSource("json_schema", json.dumps(schema), "x")).text).matcher()
     whole = TOK.encode('{"a":{"b":1}}')
     extra = TOK.encode('{"a":{"b":1,"z":2}}')
     assert masks(matcher, whole)[1] == len(whole) and masks(matcher, extra)[1] < len(extra)

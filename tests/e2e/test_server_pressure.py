@@ -194,4 +194,4 @@ def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pyte
 def build_regex(pattern: str) -> str:
     from outrider.server.grammar_source import build
 
-    return build(GrammarSource("regex", pattern, "x"))
+    return build(GrammarSource("regex", pattern, "x")).text

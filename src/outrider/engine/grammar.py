@@ -129,6 +129,7 @@ class CompiledGrammar:
     start: LLMatcher
     vocab_size: int
     eos_ids: tuple[int, ...]
+    unenforced: str = ""  # what it leaves out of the schemas that it was written from, for the client
 
     def matcher(self) -> GrammarMatcher:
         return GrammarMatcher(self.start, self.vocab_size, self.eos_ids)

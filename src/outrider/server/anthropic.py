@@ -40,6 +40,7 @@ class AnthropicTool(Lenient):
     name: str
     description: str | None = None
     input_schema: dict[str, object] | None = None
+    strict: bool | None = None
     type: str | None = None
 
 
@@ -132,7 +133,9 @@ class AnthropicWire(Wire):
         for t in body.tools or []:
             if t.type not in (None, "custom"):
                 raise bad(f"tools: '{t.name[:64]}' is of type '{t.type[:40]}', which can't be run here.", "tools")
-            function = {"name": t.name, "description": t.description, "parameters": t.input_schema}
+            function: Json = {"name": t.name, "description": t.description, "parameters": t.input_schema}
+            if t.strict:
+                function["strict"] = True
             tools.append({"type": "function", "function": function})
         if (body.tool_choice or {}).get("disable_parallel_tool_use"):
             out["parallel_tool_calls"] = False

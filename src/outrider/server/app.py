@@ -50,6 +50,7 @@ MOST_WAITING = 32
 BIG_BODY = 256 << 10
 BIG_BODIES = 4
 UNBOUNDED = 1 << 30
+MAX_WARNING = 600  # characters of a header
 T = TypeVar("T")
 CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 
@@ -210,6 +211,8 @@ class Server:
         if body.cache_salt is not None:
             namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
         grammar = None if job.grammar is None else await model.grammars.get(job.grammar, client)
+        if grammar is not None and grammar.unenforced:
+            warn(request, f"schema keywords that are not enforced: {grammar.unenforced}")
         for r in job.requests:
             r.adapter = adapter
             r.namespace = namespace
@@ -240,6 +243,13 @@ class Server:
             lane.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+
+
+def warn(request: Request, message: str) -> None:
+    """Adds a sentence to the answer's X-Outrider-Warning header (limits.py)."""
+    earlier = getattr(request.state, "warning", None)
+    both = message if earlier is None else f"{earlier}; {message}"
+    request.state.warning = both if len(both) <= MAX_WARNING else f"{both[:MAX_WARNING]} ..."
 
 
 def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> FastAPI:

@@ -19,7 +19,7 @@ import socket
 
 from ..engine.grammar import GrammarCompiler
 from ..types import OutriderError
-from .grammar_source import MAX_CHARS, GrammarSource, build
+from .grammar_source import MAX_CHARS, GrammarSource, GrammarText, build
 
 STACK = 1 << 20  # bytes; any thread of the server has more
 # seconds of processor time after which a trial gets the lowest priority; seconds between two checks
@@ -78,8 +78,9 @@ class GrammarSandbox:
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_PROF, self.seconds)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            text = self._compile(source)
-            out = {"text": text, "bytes": max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024}
+            grammar = self._compile(source)
+            used = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+            out = {"text": grammar.text, "unenforced": grammar.unenforced, "bytes": used}
         except OutriderError as e:
             out = {"error": str(e)}
         except MemoryError:
@@ -89,12 +90,13 @@ class GrammarSandbox:
         with open(pipe, "wb") as said:
             said.write(json.dumps(out).encode())
 
-    def _compile(self, source: GrammarSource) -> str:
-        text = build(source)
-        if len(text) > 4 * MAX_CHARS:
-            raise OutriderError(f"it makes a grammar of {len(text)} characters; {4 * MAX_CHARS} are allowed")
-        self.compiler.compile(text).rehearse()
-        return text
+    def _compile(self, source: GrammarSource) -> GrammarText:
+        grammar = build(source)
+        length = len(grammar.text)
+        if length > 4 * MAX_CHARS:
+            raise OutriderError(f"it makes a grammar of {length} characters; {4 * MAX_CHARS} are allowed")
+        self.compiler.compile(grammar.text).rehearse()
+        return grammar
 
 
 def main() -> None:

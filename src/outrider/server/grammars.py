@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from .errors import ApiError, bad
 from .fair import FairGate
 from .grammar_source import MAX_CHARS, GrammarSource
 
+log = logging.getLogger("outrider")
 SANDBOX = "outrider.server.grammar_sandbox"
 # of one trial: processor time, bytes, and seconds by the clock
 SECONDS = 1.0
@@ -112,6 +114,9 @@ class Grammars:
             grammar = await loop.run_in_executor(self._thread, lambda: self._compiler.compile(text))
         except OutriderError as e:
             raise _refusal(source, str(e)) from e
+        if said["unenforced"]:
+            log.warning("%s: schema keywords that are not enforced: %s", source.field, said["unenforced"])
+            grammar = replace(grammar, unenforced=said["unenforced"])
         self._keep(source, _Kept(grammar, said["bytes"] + len(text), client))
         return grammar
 

@@ -386,7 +386,8 @@ class Preparer:
 
     def _tool_grammar(self, body: ChatRequest, format_: GrammarSource | None = None) -> GrammarSource:
         """A grammar of calls of these functions; with a format, of those or an answer of that form."""
-        functions = [(t.function.name, t.function.parameters or {"type": "object"}) for t in body.tools or []]
+        described = [tool.function for tool in body.tools or []]
+        functions = [(f.name, f.parameters or {"type": "object"}, f.strict is True) for f in described]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
         if isinstance(body.tool_choice, Tool):
             wanted = body.tool_choice.function.name

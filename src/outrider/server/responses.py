@@ -59,6 +59,7 @@ class ResponsesTool(Lenient):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
+    strict: bool | None = None
     tools: list[ResponsesTool] | None = None  # of a namespace
 
 
@@ -102,7 +103,9 @@ def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Js
             out += offered(tool.tools or [], tool.name or "")
         elif tool.type == "function":
             name = full_name(tool.name or "", namespace)
-            function = {"name": name, "description": tool.description, "parameters": tool.parameters}
+            function: Json = {"name": name, "description": tool.description, "parameters": tool.parameters}
+            if tool.strict:
+                function["strict"] = True
             out.append({"type": "function", "function": function})
     return out
 

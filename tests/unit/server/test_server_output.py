@@ -6,16 +6,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from llguidance import LLMatcher
-from tests.server_fakes import VOCAB, masks, tokenizer
 
-from outrider.engine.grammar import GrammarCompiler
 from outrider.server.answer import arguments_of, encoded
-from outrider.server.grammar_source import gemma_calls, json_calls
 from outrider.server.output import OutputPart, Parser, ParserChain, join
 from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
 from outrider.server.tools import GemmaCalls, JsonCalls
-from outrider.types import OutriderError
 
 
 def run(parser: Parser, text: str, complete: bool = True) -> list[tuple[str, str]]:
@@ -194,74 +189,3 @@ def test_parts_join() -> None:
         OutputPart("args", "ab"),
         OutputPart("args", "c", 1),
     ]
-
-
-# ---- forced calls
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 4},
-        "unit": {"enum": ["C", "F", None, 3]},
-        "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "minItems": 1, "maxItems": 2},
-        "deep": {"type": "object", "properties": {"x": {"type": ["integer", "null"]}}},
-    },
-    "required": ["unit"],
-    "additionalProperties": False,
-    "$defs": {"day": {"type": "integer"}},
-}
-
-
-def accepts(grammar: str, text: str, gemma: bool) -> bool:
-    tok = tokenizer(gemma)
-    matcher = GrammarCompiler(tok.json, VOCAB, tok.eos_ids).compile(LLMatcher.grammar_from_lark(grammar)).matcher()
-    ids = tok.encode(text)
-    return masks(matcher, ids)[1] == len(ids) and bool(masks(matcher, ids)[0][-1][tok.eos_ids[0]])
-
-
-@pytest.mark.parametrize(
-    "arguments, good",
-    [
-        ("{unit:3}", True),
-        ('{city:<|"|>Ulm<|"|>,unit:<|"|>C<|"|>,days:[1,2],deep:{x:null}}', True),
-        ("{unit:null,deep:{}}", True),
-        ("{}", False),
-        ('{unit:<|"|>K<|"|>}', False),
-        ("{unit:3,days:[]}", False),
-        ("{unit:3,days:[1,2,3]}", False),
-        ('{city:<|"|>London<|"|>,unit:3}', False),
-        ("{unit:3,other:1}", False),
-    ],
-)
-def test_forced_gemma_calls_follow_the_schema(arguments: str, good: bool) -> None:
-    tok = tokenizer(gemma=True)
-    grammar = gemma_calls([("f", PARAMETERS), ("g", {"type": "object"})], 2, lambda t: tok.encode(t)[0])
-    assert accepts(grammar, f"<|tool_call>call:f{arguments}<tool_call|>", True) is good
-
-
-def test_each_gemma_call_has_its_own_definitions() -> None:
-    """The second function's reference led to the definition of that name in the first."""
-    tok = tokenizer(gemma=True)
-    item = {"type": "object", "properties": {"a": {"$ref": "#/$defs/item"}}}
-    functions = [("f", {**item, "$defs": {"item": {"type": "integer"}}})]
-    functions.append(("g", {**item, "$defs": {"item": {"type": "boolean"}}}))
-    grammar = gemma_calls(functions, 1, lambda t: tok.encode(t)[0])
-    for call, good in (("f{a:1}", True), ("f{a:true}", False), ("g{a:1}", False), ("g{a:true}", True)):
-        assert accepts(grammar, f"<|tool_call>call:{call}<tool_call|>", True) is good
-
-
-def test_forced_json_calls_follow_the_schema() -> None:
-    grammar = json_calls([("f", PARAMETERS), ("g", {"type": "object"})], 1)
-    assert accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"C","days":[1]}}]</tool_call>', False)
-    assert not accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"K"}}]</tool_call>', False)
-    assert not accepts(grammar, '<tool_call>[{"name":"h","arguments":{}}]</tool_call>', False)
-    assert not accepts(
-        grammar, '<tool_call>[{"name":"g","arguments":{}},{"name":"g","arguments":{}}]</tool_call>', False
-    )
-
-
-def test_forced_calls_refuse_what_they_cannot_enforce() -> None:
-    with pytest.raises(OutriderError, match="'not' is not supported"):
-        gemma_calls([("f", {"properties": {"a": {"not": {}}}})], 1, lambda t: 1)
-    with pytest.raises(OutriderError, match="points nowhere"):
-        gemma_calls([("f", {"properties": {"a": {"$ref": "#/nope"}}})], 1, lambda t: 1)

@@ -1,0 +1,56 @@
+"""Tools as clients send them: lists that MCP servers publish, and others modelled on OpenAI's, Anthropic's, pydantic's
+and zod's documents (tests/data/tool_schemas.json names the source of each)."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.engine.text import Tokenizer
+
+TOOLS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "tool_schemas.json").read_text())
+# keywords of those schemas that no grammar enforces: they are named in a header, and calls need not follow them
+UNENFORCED = {"set_preferences": ["uniqueItems"], "register": ["if"], "set_password": ["pattern", "format", "not"]}
+
+
+def expected_note(tool: dict[str, Any], gemma: bool) -> str:
+    keywords = UNENFORCED.get(tool["name"], [])
+    if tool["name"] == "firecrawl_search" and not gemma:
+        keywords = ["maxLength", "minLength"]  # llguidance cannot intersect them with a host name's pattern
+    return f"{tool['name']}: {', '.join(keywords)}" if keywords else ""
+
+
+def relaxed(tool: dict[str, Any]) -> Any:
+    """The tool's schema without the keywords that are not enforced, in today's spelling of tuples and bounds."""
+    dropped = set(UNENFORCED.get(tool["name"], []))
+
+    def walk(node: Any, names: bool = False) -> Any:
+        if isinstance(node, list):
+            return [walk(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        kept: Any = {key: child for key, child in node.items() if names or key not in dropped}
+        if not names and isinstance(kept.get("items"), list):
+            kept["prefixItems"] = kept.pop("items")
+            kept["items"] = kept.pop("additionalItems", True)
+        if not names and kept.get("exclusiveMinimum") is True:
+            kept["exclusiveMinimum"] = kept.pop("minimum")
+        tables = ("properties", "$defs", "definitions", "patternProperties")
+        return {key: walk(child, not names and key in tables) for key, child in kept.items()}
+
+    schema = walk(tool["parameters"])
+    schema.pop("$schema", None)
+    return schema
+
+
+def compact_choice(tok: Tokenizer, allowed: np.ndarray, rng: random.Random) -> int:
+    """One of the allowed tokens; often one that ends a string, a list, an object or a number, so that calls end."""
+    closers = [t for text in ('"', "}", "]", ",", '<|"|>', "<tool_call|>") for t in tok.encode(text)[:1]]
+    ending = [token for token in [*closers, *tok.eos_ids] if allowed[token]]
+    if ending and rng.random() < 0.6:
+        return rng.choice(ending)
+    return int(rng.choice(np.flatnonzero(allowed)))
