@@ -344,7 +344,7 @@ def test_windows_in_one_call(folder: Path, layout: str, variant: str, window: in
     def held_step() -> list[Event]:
         events = step()
         for seq in engine.scheduler.running:
-            first, count = unread.span[seq.held.slot].tolist()
+            first, count = unread.span[seq.active_cache.slot].tolist()
             if count and first + count == seq.computed:
                 assert all(first >= 16 * pages.first for pages in seq.held.pages.values())
         return events
@@ -367,14 +367,14 @@ def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> Non
     while engine.busy:
         engine.step()
         if engine.scheduler.running:
-            kept.append(int(unread.span[engine.scheduler.running[0].held.slot, 1]))
+            kept.append(int(unread.span[engine.scheduler.running[0].active_cache.slot, 1]))
     rows = [count for count in kept if count]  # before the first step there are none
     assert rows == [1 + i % 32 for i in range(69)]
     engine.submit(request("b", PROMPT, k=4, max_tokens=30))
     while engine.busy:
         engine.step()
         if engine.scheduler.running:
-            assert int(unread.span[engine.scheduler.running[0].held.slot, 1]) <= 5
+            assert int(unread.span[engine.scheduler.running[0].active_cache.slot, 1]) <= 5
     assert engine.metrics.drafted > 0
 
 

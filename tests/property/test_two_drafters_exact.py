@@ -24,7 +24,6 @@ from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.decode import DecodeStep, Inputs, Key, Output, State
 from outrider.engine.engine import Engine
 from outrider.engine.memory import KVOptions
-from outrider.engine.step import ScheduledSeq
 from outrider.models.block import BlockNet
 from outrider.models.block_config import BlockConfig
 from outrider.models.config import ModelConfig
@@ -265,7 +264,7 @@ def test_the_other_of_a_pair_drafts_on(folder: Path, failing: str) -> None:
             engine.submit(job)
             seq = engine.running(job.id)
             assert seq is not None
-            engine.runner.switch_off("dflash", [ScheduledSeq(seq, 0, 0)], RuntimeError("broken on purpose"))
+            engine.runner.switch_off("dflash", [seq], RuntimeError("broken on purpose"))
     else:
         for job in jobs:
             engine.submit(job)

@@ -3,7 +3,8 @@ the drafter's limits and the request's settings. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ..config import SpecConfig
 from ..spec.controller import Controller
 from ..spec.plan import CyclePlan, DraftContext
 from ..types import GREEDY_EPS, MAX_DRAFT, NO_DRAFT, DraftPlan
-from .step import Request, ScheduledSeq, Seq
+from .step import DecodeRows, Request, Sequence
 
 if TYPE_CHECKING:
     from ..ops.backend import Capabilities
@@ -30,7 +31,7 @@ class DraftPolicy:
     # by drafter, positions that its drafts write at (`Drafter.block_rows`)
     block_rows: Mapping[str | None, int] = field(default_factory=dict)
 
-    def admit(self, seq: Seq) -> None:
+    def admit(self, seq: Sequence) -> None:
         """What this request may draft, as far as it is the same in every step. Drafts are chains where a row could have
         other bits in a tree (the backend says). Trees that were not requested must be fast (the executor says) and pay:
         on a CPU only where tokens are drawn (docs/drafting.md); on a GPU rows cost little."""
@@ -52,7 +53,7 @@ class DraftPolicy:
             nodes = MAX_DRAFT if auto else 0
         seq.tree_nodes = nodes if self.can.trees and request.drafter != "ngram" else 0
 
-    def choose(self, ready: list[Seq]) -> tuple[list[DraftPlan], CyclePlan | None]:
+    def choose(self, ready: list[Sequence]) -> tuple[list[DraftPlan], CyclePlan | None]:
         """Drafter and K of each decoding sequence: the requested K, else the controller's, with its proposal, which
         `commit` books if the step runs. Nothing changes a K after this."""
         widest = self.can.widest(len(ready), self.graphs)
@@ -66,7 +67,7 @@ class DraftPolicy:
     def commit(self, cycle: CyclePlan) -> None:
         self.controller.commit(cycle)
 
-    def _choose(self, ready: list[Seq], widest: int) -> tuple[list[DraftPlan], CyclePlan]:
+    def _choose(self, ready: list[Sequence], widest: int) -> tuple[list[DraftPlan], CyclePlan]:
         index = ready[0].ngram if len(ready) == 1 else None
         match_len = index.match() if index is not None else 0
         earlier = self.controller.reuse([seq.controller_state for seq in ready], match_len)
@@ -85,7 +86,7 @@ class DraftPolicy:
             return 0
         return max(plan.max_drafted, self.block_rows.get(plan.drafter, 0) - 1)
 
-    def _shortened(self, plan: DraftPlan, seq: Seq, widest: int) -> DraftPlan:
+    def _shortened(self, plan: DraftPlan, seq: Sequence, widest: int) -> DraftPlan:
         """A plan of some steps ago, as far as it is still possible."""
         if plan.drafter is None:
             return plan
@@ -95,7 +96,7 @@ class DraftPolicy:
             return plan
         return plan._replace(k=k, nodes=nodes if nodes > 1 else 0) if k else NO_DRAFT
 
-    def _context(self, seq: Seq, widest: int) -> DraftContext:
+    def _context(self, seq: Sequence, widest: int) -> DraftContext:
         left = seq.remaining
         context = len(seq.tokens)
         adapter = adapter_of(seq)
@@ -124,14 +125,14 @@ class DraftPolicy:
             adapter=adapter,
         )
 
-    def trust(self, scheduled: Sequence[ScheduledSeq]) -> dict[str, Sequence[float]]:
+    def trust(self, scheduled: DecodeRows) -> dict[str, abc.Sequence[float]]:
         """Acceptance by each drafter's confidence; if the sequences share an adapter, with that adapter."""
         adapters = {adapter_of(item.seq) for item in scheduled}
         adapter = adapters.pop() if len(adapters) == 1 else ""
         names = {item.plan.drafter for item in scheduled if item.plan.drafter}
         return {name: self.controller.trust(name, adapter) for name in names}
 
-    def _fixed(self, seq: Seq, widest: int) -> DraftPlan:
+    def _fixed(self, seq: Sequence, widest: int) -> DraftPlan:
         most = min(seq.draft_tokens or 0, self._max_draft_len(seq, widest))
         for name in self.controller.drafters:
             if offered := self._offer(seq, name, most):
@@ -139,11 +140,11 @@ class DraftPolicy:
                 return DraftPlan(name, offered, nodes=nodes if nodes > 1 else 0)
         return NO_DRAFT
 
-    def _nodes(self, seq: Seq, widest: int) -> int:
+    def _nodes(self, seq: Sequence, widest: int) -> int:
         """Maximum tokens of a tree now; 0: chains."""
         return max(0, min(seq.tree_nodes, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
-    def _offer(self, seq: Seq, name: str, most: int) -> int:
+    def _offer(self, seq: Sequence, name: str, most: int) -> int:
         """How many tokens, up to the given maximum, this drafter could draft for this sequence now."""
         if most <= 0:
             return 0
@@ -160,12 +161,12 @@ class DraftPolicy:
         with steps that are read one behind only if requested by name."""
         return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
 
-    def _max_draft_len(self, seq: Seq, widest: int) -> int:
+    def _max_draft_len(self, seq: Sequence, widest: int) -> int:
         """Limited by the tokens that may be emitted, the context, and the number of independent rows."""
         ahead = seq.num_inflight_tokens
         left = min(seq.remaining - (ahead > 0), self.max_context - len(seq.tokens) - ahead)
         return min(left - 1, widest, MAX_DRAFT)
 
 
-def adapter_of(seq: Seq) -> str:
+def adapter_of(seq: Sequence) -> str:
     return seq.adapter.name if seq.adapter is not None else ""

@@ -7,7 +7,7 @@ switched off for the requests concerned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cycle, logprobs
 from .grammar import unpacked
 from .model_runner import ModelRunner
-from .step import Emitted, Executor, PendingStep, Plan, Scheduled, Seq, StepBatch, Trust
+from .step import DecodeRows, Emitted, Executor, PendingStep, Plan, Sequence, StepBatch, Trust
 
 log = logging.getLogger("outrider")
 
@@ -79,7 +79,7 @@ class EagerExecutor(Executor):
                 x.rows = Rows.of(widths, runner.device)
                 sure = None if draft.confidence is None else draft.confidence[:, : x.rows.k]
                 draft = replace(draft, tokens=draft.tokens[:, : x.rows.k], confidence=sure)
-        parents: list[Sequence[int]] = [range(k) for k in ks]  # of chains
+        parents: list[abc.Sequence[int]] = [range(k) for k in ks]  # of chains
         if draft is not None and draft.trees is not None:
             trees = [DraftTree(tree.tokens[:k], tree.parents[:k]) for tree, k in zip(draft.trees, ks)]
             x.tree = TreeRows.of(trees, draft.tokens)
@@ -94,7 +94,7 @@ class EagerExecutor(Executor):
         out = cycle(model, pages, draft if x.rows.k else None, runner.drafter, x)
         runner.features.index_copy_(0, x.slots, out.features)
         if runner.drafter is not None and runner.drafter.kv_specs:
-            runner.extend(scheduled, out.streams, out.kv, out.following)
+            runner.extend(seqs, out.streams, out.kv, out.following)
         runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, out.verdict.counts)
         # the only host sync of a cycle
         tokens = out.verdict.tokens.tolist()
@@ -118,13 +118,13 @@ class EagerExecutor(Executor):
         return [Emitted(*each) for each in zip(emitted, ks, top, confidence, verified, drafts, strict=True)]
 
     def _logprobs(
-        self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
-    ) -> Sequence[list[dict[int, float]] | None]:
+        self, seqs: abc.Sequence[Sequence], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
+    ) -> abc.Sequence[list[dict[int, float]] | None]:
         asked = [s.request.params.logprobs for s in seqs]
         most = max((n for n in asked if n is not None), default=None)
         if most is None:
             return [None] * len(seqs)
-        start: Sequence[int]
+        start: abc.Sequence[int]
         logprob_rows = self.runner.model.ops.logprob_rows
         if verdict.rows is not None:  # of a tree, the rows of the path
             width = verdict.rows.shape[1]
@@ -136,28 +136,28 @@ class EagerExecutor(Executor):
             start = rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
-    def _input(self, scheduled: Scheduled, sampling: SamplingBatch) -> CycleInput:
+    def _input(self, scheduled: DecodeRows, sampling: SamplingBatch) -> CycleInput:
         device = self.runner.device
-        lines = [(x.slot, x.seq.tokens[-1], x.start) for x in scheduled]
+        lines = [(x.slot, x.seq.tokens[-1], x.position) for x in scheduled]
         slots, last, position = (torch.tensor(values, device=device) for values in zip(*lines))
         rows = Rows.of(tuple(item.plan.max_drafted for item in scheduled), device)
-        reach = max(item.start + 1 + item.plan.max_drafted for item in scheduled)
+        reach = max(item.position + 1 + item.plan.max_drafted for item in scheduled)
         return CycleInput(rows, slots, last, position, sampling, self.runner.model.ops, reach)
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors
-    def propose(self, scheduled: Scheduled, x: CycleInput, trust: Trust) -> Draft:
+    def propose(self, scheduled: DecodeRows, x: CycleInput, trust: Trust) -> Draft:
         k = x.rows.k
         device = self.runner.device
         by_drafter: dict[str | None, list[int]] = {}
         for i, item in enumerate(scheduled):
-            if item.plan.k and item.guess is None:
+            if item.plan.k and item.host_draft is None:
                 by_drafter.setdefault(item.plan.drafter, []).append(i)
         made: list[tuple[list[int], Draft]] = []
         for name, rest in by_drafter.items():
             try:
                 draft = self._checked(self._neural(scheduled, rest, x, trust), [scheduled[i] for i in rest])
             except Exception as error:
-                self.runner.switch_off(name or "", [scheduled[i] for i in rest], error)
+                self.runner.switch_off(name or "", [scheduled[i].seq for i in rest], error)
                 continue
             if len(rest) == len(scheduled):
                 return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))
@@ -167,8 +167,9 @@ class EagerExecutor(Executor):
         confidence: Tensor | None = None
         trees: list[DraftTree] | None = None
         for i, item in enumerate(scheduled):
-            if item.plan.k and item.guess is not None:
-                tokens[i, : item.plan.k] = torch.tensor(item.guess[: item.plan.k], dtype=torch.int64, device=device)
+            if item.plan.k and item.host_draft is not None:
+                draft_tokens = item.host_draft[: item.plan.k]
+                tokens[i, : item.plan.k] = torch.tensor(draft_tokens, dtype=torch.int64, device=device)
                 lengths[i] = item.plan.k
         for rest, draft in made:
             at = torch.tensor(rest, device=device)
@@ -189,7 +190,7 @@ class EagerExecutor(Executor):
         return Draft(tokens, lengths, confidence, trees)
 
     @torch.inference_mode()
-    def drafts(self, scheduled: Scheduled, sampling: SamplingBatch, trust: Trust) -> list[DraftResult]:
+    def drafts(self, scheduled: DecodeRows, sampling: SamplingBatch, trust: Trust) -> list[DraftResult]:
         """Drafts for a step that another executor runs."""
         self.runner.catch_up([item.seq for item in scheduled])
         draft = self.propose(scheduled, self._input(scheduled, sampling), trust)
@@ -197,7 +198,7 @@ class EagerExecutor(Executor):
         made = zip(draft.tokens.tolist(), map(confidences, sure), draft.lengths.tolist())
         return [DraftResult(tokens, likely or [], length) for tokens, likely, length in made]
 
-    def _checked(self, draft: Draft, scheduled: Scheduled) -> Draft:
+    def _checked(self, draft: Draft, scheduled: DecodeRows) -> Draft:
         size = len(scheduled)
         k = max(item.plan.k for item in scheduled)
         if draft.trees is not None:
@@ -210,7 +211,7 @@ class EagerExecutor(Executor):
             raise ValueError("token ids outside the vocabulary")
         return draft
 
-    def _neural(self, scheduled: Scheduled, which: list[int], x: CycleInput, trust: Trust) -> Draft:
+    def _neural(self, scheduled: DecodeRows, which: list[int], x: CycleInput, trust: Trust) -> Draft:
         assert self.runner.drafter is not None
         drafter = self.runner.drafter.member(scheduled[which[0]].plan.drafter)
         if len(which) < len(scheduled):
@@ -225,7 +226,7 @@ class EagerExecutor(Executor):
         return drafter.propose(batch, max(item.plan.k for item in scheduled))
 
     def _draft_batch(
-        self, drafter: Drafter, tracks: Sequence[object], tokens: Sequence[Sequence[int]], x: CycleInput
+        self, drafter: Drafter, tracks: abc.Sequence[object], tokens: abc.Sequence[abc.Sequence[int]], x: CycleInput
     ) -> DraftBatch:
         runner = self.runner
         each, start = (torch.arange(n, device=x.slots.device) for n in (len(tokens), len(tokens) + 1))
@@ -265,7 +266,7 @@ class EagerExecutor(Executor):
             drafter.release(track)
 
 
-def grammar_masks(matchers: Sequence[Matcher | None], trees: Sequence[DraftTree], vocab: int) -> Tensor:
+def grammar_masks(matchers: abc.Sequence[Matcher | None], trees: abc.Sequence[DraftTree], vocab: int) -> Tensor:
     """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens on its path."""
     parts = []
     for matcher, tree in zip(matchers, trees):

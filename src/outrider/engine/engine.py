@@ -33,7 +33,7 @@ from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
 from .prefill_budget import PrefillBudget
 from .scheduler import Scheduler
-from .step import Emitted, Executor, PendingStep, Progress, Request, ScheduledSeq, Seq, pick
+from .step import DecodeRow, Emitted, Executor, PendingStep, Progress, Request, Sequence, pick
 from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
@@ -129,7 +129,7 @@ class Engine:
         self._pending: PendingStep | None = None  # the step that was launched and not yet read
         # called when the host has nothing to do until the device is done with a step
         self.meanwhile: Callable[[], None] = lambda: None
-        self._seqs: dict[str, Seq] = {}
+        self._seqs: dict[str, Sequence] = {}
         self._events: list[Event] = []
         if 0 < (most := self.can.independent_rows) < self.max_batch:
             log.warning("not batch-invariant beyond %d sequences: outputs may vary with the batch", most)
@@ -208,7 +208,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         self.validate(request)
         params = request.params
-        seq = Seq(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
+        seq = Sequence(request, self.clock(), list(request.prompt), adapter=self._adapter(request.adapter))
         self.policy.admit(seq)
         if self.config.prefix_cache:
             seq.prefix = PrefixChain(self.config.page_size, seq.prefix_root)
@@ -245,7 +245,7 @@ class Engine:
         if seq is not None:
             seq.paused = on
 
-    def running(self, request_id: str) -> Seq | None:
+    def running(self, request_id: str) -> Sequence | None:
         """The request, if it waits or decodes; None: it has ended."""
         return self._seqs.get(request_id)
 
@@ -299,14 +299,14 @@ class Engine:
 
     def _launched(self, pending: PendingStep) -> None:
         """Prompt chunks count as computed: later work on the device runs after them."""
-        for item in pending.batch.prompts:
-            seq = item.seq
-            end = item.start + item.count
+        for chunk in pending.batch.prompts:
+            seq = chunk.seq
+            end = chunk.start + chunk.num_tokens
             seq.computed = end
             seq.has_features = end == len(seq.tokens) - 1
-            self.store.commit(seq.held, end)
+            self.store.commit(seq.active_cache, end)
             if seq.prefix is not None and (self.can.prompts_independent or end <= seq.prompt_len - 1):
-                self.store.share(seq.held, seq.prefix, seq.cache_keys, end - end % self.granularity)
+                self.store.share(seq.active_cache, seq.prefix, seq.cache_keys, end - end % self.granularity)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
@@ -326,7 +326,7 @@ class Engine:
             self._commit(item, brought, now)
         self.timer.observe(pending, now)
 
-    def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
+    def _commit(self, item: DecodeRow, brought: Emitted, now: float) -> None:
         """Append the accepted tokens to the sequence, cut at the end of the output, and return the event."""
         seq = item.seq
         tokens = brought.tokens
@@ -370,10 +370,10 @@ class Engine:
             event.stopped_by = taken.stopped_by
             self._finish(seq, event, taken.finish)
         else:
-            self.store.commit(seq.held, seq.computed)
+            self.store.commit(seq.active_cache, seq.computed)
             self._events.append(event)
 
-    def _finish(self, seq: Seq, event: Event, reason: str) -> None:
+    def _finish(self, seq: Sequence, event: Event, reason: str) -> None:
         event.finish_reason = reason
         event.stats = seq.stats
         if seq.cache is not None and seq.prefix is not None and self.can.prompts_independent:

@@ -11,7 +11,8 @@ function itself runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,7 +31,7 @@ from .cycle import logprobs
 from .decode import KNOWN, Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs
-from .step import Emitted, Executor, PendingStep, Plan, ScheduledSeq, Seq, StepBatch
+from .step import DecodeRow, DecodeRows, Emitted, Executor, PendingStep, Plan, Sequence, StepBatch
 
 log = logging.getLogger("outrider")
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
@@ -68,7 +69,7 @@ class GraphPlan(Plan):
     draft: CapturedGraph | None = None  # the drafts alone, which run first if a grammar's masks depend on them
 
 
-def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
+def choosing_of(params: abc.Sequence[SamplingParams]) -> Choosing:
     """The cheapest method that finds the candidates of all these rows."""
     sampled = [p for p in params if p.temperature >= GREEDY_EPS]
     filtered = [p for p in sampled if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
@@ -80,7 +81,7 @@ def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
     return "head 64" if most <= 64 else "head 1024" if most <= 1024 else "sort"
 
 
-def branched(i: int, item: ScheduledSeq, line: list[int], key: Key) -> Emitted:
+def branched(i: int, item: DecodeRow, line: list[int], key: Key) -> Emitted:
     """The result of the i-th sequence of a step with trees; `line` is its row of `Output.tokens`."""
     tokens = line[: line[-1]]
     wide = key.k + 1
@@ -107,7 +108,7 @@ class GraphExecutor(Executor):
         capabilities: Capabilities,
         pass_rows: int = 0,
         packed_rows: int = 0,
-        widths: Sequence[int] = (0,),
+        widths: abc.Sequence[int] = (0,),
     ):
         """pass_rows, packed_rows: as `KVBudget` has them. widths: the K that a server's steps will have."""
         drafter = runner.drafter
@@ -128,7 +129,11 @@ class GraphExecutor(Executor):
         self.prefill_graphs = PrefillGraphs(runner, pass_rows, packed_rows, pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
-        self._known: tuple[list[Seq], Choosing, SamplingFeatures] = ([], "greedy", NO_FEATURES)  # of the last batch
+        self._known: tuple[list[Sequence], Choosing, SamplingFeatures] = (
+            [],
+            "greedy",
+            NO_FEATURES,
+        )  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
         most = min(capabilities.bucket(self.idle), capabilities.graph_batches[-1])
         self._bounds = (most, bound_of(self._furthest), capabilities.graph_rows)  # as `graph_dispatch` takes them
@@ -168,7 +173,8 @@ class GraphExecutor(Executor):
         slots = self.runner.adapters.slots if self.runner.adapters is not None else None
         if slots is None:
             return False
-        slots.place([item.seq.adapter for item in (*batch.prompts, *batch.decode)])
+        in_prompts = [chunk.seq.adapter for chunk in batch.prompts]
+        slots.place([*in_prompts, *(row.seq.adapter for row in batch.decode)])
         if slots.version != self._slots_version:
             self._drop(lambda key: not key.adapted)
             self._slots_version = slots.version
@@ -193,7 +199,7 @@ class GraphExecutor(Executor):
         finally:
             self._preparing = False
 
-    def key(self, scheduled: Sequence[ScheduledSeq]) -> Key | None:
+    def key(self, scheduled: DecodeRows) -> Key | None:
         """The key of the graph for these sequences; None: they need the eager executor."""
         if self.broken is not None or len(scheduled) > self.can.graph_batches[-1]:
             return None
@@ -202,7 +208,7 @@ class GraphExecutor(Executor):
         choosing, asks = self._asked([item.seq for item in scheduled])
         k = next(w for w in self.widths if w >= max(item.plan.k for item in scheduled))
         source = None if not k else "drafted" if asks.grammar else self._source(scheduled)
-        furthest = max(item.start + 1 + item.seq.num_inflight_tokens for item in scheduled)
+        furthest = max(item.position + 1 + item.seq.num_inflight_tokens for item in scheduled)
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
         # A server may run chains in a graph of more drafted tokens, which writes K/V of as many positions.
         beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
@@ -212,13 +218,13 @@ class GraphExecutor(Executor):
         return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted, name)
 
     @staticmethod
-    def _drafters(scheduled: Sequence[ScheduledSeq]) -> set[str | None]:
-        return {item.plan.drafter for item in scheduled if item.plan.k and item.guess is None}
+    def _drafters(scheduled: DecodeRows) -> set[str | None]:
+        return {item.plan.drafter for item in scheduled if item.plan.k and item.host_draft is None}
 
-    def _named(self, scheduled: Sequence[ScheduledSeq]) -> str | None:
+    def _named(self, scheduled: DecodeRows) -> str | None:
         return next(iter(self._drafters(scheduled)), None) if len(self.names) > 1 else None
 
-    def _nodes(self, scheduled: Sequence[ScheduledSeq], depth: int, furthest: int) -> int:
+    def _nodes(self, scheduled: DecodeRows, depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: chains, as no request uses trees, they would be too deep or
         too wide, or the step has penalties, masks, logprobs or drafts from the host."""
         # pages are reserved for this many rows of each; a sequence without a draft keeps its root
@@ -230,7 +236,7 @@ class GraphExecutor(Executor):
         nodes = min(max((n for n in NODES if n <= asked), default=0), drafter.max_nodes(depth))
         return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
 
-    def _asked(self, seqs: list[Seq]) -> tuple[Choosing, SamplingFeatures]:
+    def _asked(self, seqs: list[Sequence]) -> tuple[Choosing, SamplingFeatures]:
         """The sampling features of these sequences. Cached until the batch changes."""
         if self._known[0] != seqs:
             params = [seq.request.params for seq in seqs]
@@ -238,8 +244,10 @@ class GraphExecutor(Executor):
         return self._known[1:]
 
     @staticmethod
-    def _source(scheduled: Sequence[ScheduledSeq]) -> DraftSource:
-        sources: set[DraftSource] = {"drafter" if item.guess is None else "host" for item in scheduled if item.plan.k}
+    def _source(scheduled: DecodeRows) -> DraftSource:
+        sources: set[DraftSource] = {
+            "drafter" if item.host_draft is None else "host" for item in scheduled if item.plan.k
+        }
         return "both" if len(sources) == 2 else sources.pop()
 
     def capture(self, key: Key) -> CapturedGraph | None:
@@ -314,7 +322,7 @@ class GraphExecutor(Executor):
         pending.context = plan.context
         pending.tree = key.nodes > 0
         pending.inflight_tokens = [item.plan.k + 1 for item in batch.decode]
-        pending.holders = [item.seq.held for item in batch.decode]
+        pending.holders = [item.seq.active_cache for item in batch.decode]
         return pending
 
     def _replay(self, captured: CapturedGraph) -> Copied:
@@ -359,9 +367,9 @@ class GraphExecutor(Executor):
         self.cache.graphs = {key: made for key, made in self.cache.graphs.items() if keep(key)}
         self._instead.clear()
 
-    def _mask(self, scheduled: Sequence[ScheduledSeq], key: Key, draft: CapturedGraph | None) -> None:
+    def _mask(self, scheduled: DecodeRows, key: Key, draft: CapturedGraph | None) -> None:
         """The grammars' masks after each drafted token; the drafts come first, from a graph or from the host."""
-        drafts = [list(item.guess or ()) for item in scheduled]
+        drafts = [list(item.host_draft or ()) for item in scheduled]
         if draft is not None:
             self._upload(scheduled, draft.key)
             copied = self._replay(draft)
@@ -381,14 +389,14 @@ class GraphExecutor(Executor):
                 rows = rows.pin_memory() if self.device.type == "cuda" else rows
                 self.bits[i * width : i * width + len(rows)].copy_(rows, non_blocking=True)
 
-    def _upload(self, scheduled: Sequence[ScheduledSeq], key: Key) -> None:
+    def _upload(self, scheduled: DecodeRows, key: Key) -> None:
         """Upload what changed. A sequence with tokens in flight has its state on the device, ahead of the host."""
         fresh = [item for item in scheduled if not item.seq.num_inflight_tokens]
         self.runner.join([item.seq for item in scheduled], key.asks)
         if key.asks != NO_FEATURES:
             self.runner.batch_sampling = None
         if fresh:
-            told = [(item.slot, item.seq.tokens[-1], item.start) for item in fresh]
+            told = [(item.slot, item.seq.tokens[-1], item.position) for item in fresh]
             where, last, position = upload([*zip(*told)], torch.int64, self.device)
             self.state.last.index_copy_(0, where, last)
             self.state.position.index_copy_(0, where, position)
@@ -402,9 +410,9 @@ class GraphExecutor(Executor):
             ranges = row_ranges([*placed, *[-1] * fill], [key.drafted + 1] * key.batch)
             self._put("ranges", inputs.ranges, ranges)
         if key.source in ("host", "both"):
-            self._put("by_host", inputs.by_host, [item.guess is not None for item in scheduled] + [False] * fill)
-            self._put("base", inputs.base, [item.start for item in scheduled] + [0] * fill)
-            lines = [([*(item.guess or ()), *[0] * KNOWN])[:KNOWN] for item in scheduled]
+            self._put("by_host", inputs.by_host, [item.host_draft is not None for item in scheduled] + [False] * fill)
+            self._put("base", inputs.base, [item.position for item in scheduled] + [0] * fill)
+            lines = [([*(item.host_draft or ()), *[0] * KNOWN])[:KNOWN] for item in scheduled]
             inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:

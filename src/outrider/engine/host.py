@@ -77,14 +77,14 @@ class HostExecutor(Executor):
             for i, x in enumerate(batch.decode):
                 seq = x.seq
                 each = x.plan
-                guess = x.guess
+                guess = x.host_draft
                 if i in ahead:
                     each = each._replace(k=min(each.k, ahead[i].length))
                     guess = ahead[i].tokens[: each.k]
                 guess = guess if each.k else None
                 top = seq.request.params.logprobs
                 block = each.drafter is not None and each.drafter == self.block and guess is None
-                requests.append(CycleRequest(x.slot, seq.tokens[-1], x.start, each, guess, top, seq.adapter, block))
+                requests.append(CycleRequest(x.slot, seq.tokens[-1], x.position, each, guess, top, seq.adapter, block))
                 inside = each.drafter if each.k and guess is None else inside
             # one drafter's trust: if requests name two, some drafts end a little early or late
             made = self.cycle.run(requests, sampling, batch.trust.get(inside or ""))
@@ -97,7 +97,7 @@ class HostExecutor(Executor):
     def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
         """Drafts of drafters whose rounds are not part of the call, by index of the sequence."""
         inside = (self.mtp, self.block)
-        drafted = [item.plan.k and item.guess is None and item.plan.drafter not in inside for item in batch.decode]
+        drafted = [item.plan.k and item.host_draft is None and item.plan.drafter not in inside for item in batch.decode]
         which = [i for i, here in enumerate(drafted) if here]
         if not which:
             return {}
@@ -115,7 +115,7 @@ class HostExecutor(Executor):
         try:
             return dict(zip(which, self.ahead.draft_on_host(texts, k, len(batch.decode) == 1)))
         except Exception as error:
-            self.runner.switch_off(self.ahead.name, scheduled, error)
+            self.runner.switch_off(self.ahead.name, [x.seq for x in scheduled], error)
             return dict.fromkeys(which, DraftResult([], [], 0))
 
     def read(self, pending: PendingStep) -> list[Emitted]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..types import Counts
 
 if TYPE_CHECKING:
-    from .step import Emitted, Seq
+    from .step import Emitted, Sequence
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Metrics(Counts):
     kv_bytes: int = 0  # memory in use by K/V
     free_pages: dict[str, int] = field(default_factory=dict)
 
-    def count(self, seq: Seq, emitted: int, brought: Emitted, drafter: str | None) -> None:
+    def count(self, seq: Sequence, emitted: int, brought: Emitted, drafter: str | None) -> None:
         drafted = brought.drafted
         accepted = len(brought.tokens) - 1
         tree = brought.branches

@@ -4,7 +4,8 @@ states that drafts start from. `ModelRunner.prompts` runs the prompt chunks of a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from ..spec.slot_sampling import Joining, SamplingFeatures, SlotSampling, filter
 from ..types import KVView, OutputRows, SoftSpan
 from .adapters import AdapterPool
 from .metrics import Metrics
-from .step import Scheduled, ScheduledSeq, Seq
+from .step import PromptChunk, PromptChunks, Sequence
 
 if TYPE_CHECKING:
     from ..ops.cpu.block import UnreadRows
@@ -46,7 +47,7 @@ class ModelRunner:
     # spans the scoring of a text, with the arguments of `score`
     scoring: Callable[[SeqCache, list[int], int, bool], AbstractContextManager[None]] | None = None
     slot_sampling: SlotSampling = field(init=False)
-    _sampled: list[Seq] = field(default_factory=list)  # the last batch,
+    _sampled: list[Sequence] = field(default_factory=list)  # the last batch,
     batch_sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
 
     def __post_init__(self) -> None:
@@ -64,49 +65,49 @@ class ModelRunner:
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
-    def prompts(self, scheduled: Scheduled, run: Callable[[Scheduled], None] | None = None, most: int = 0) -> None:
+    def prompts(self, chunks: PromptChunks, run: Callable[[PromptChunks], None] | None = None, most: int = 0) -> None:
         """Run prompt chunks, packed into few passes, each with the same bits as alone: up to the number of independent
         rows, and long chunks only with long ones, which have other attention kernels. run: another way to run a pass,
         of at most `most` rows (0: as many as are independent)."""
         can = self.model.ops.capabilities
         at = 0
-        for item in scheduled if any(x.seq.request.spans for x in scheduled) else ():
-            if (span := item.seq.span_at(item.start)) is not None:
+        for chunk in chunks if any(x.seq.request.spans for x in chunks) else ():
+            if (span := chunk.seq.span_at(chunk.start)) is not None:
                 began = self.clock()
-                self.run_span(item, span)
-                item.seq.stats.prefill_s += self.clock() - began
+                self.run_span(chunk, span)
+                chunk.seq.stats.prefill_s += self.clock() - began
                 self.prompt_seconds += self.clock() - began
-        scheduled = [x for x in scheduled if not x.seq.request.spans or x.seq.span_at(x.start) is None]
+        chunks = [x for x in chunks if not x.seq.request.spans or x.seq.span_at(x.start) is None]
         fit = min(most or can.independent_rows, can.independent_rows)
-        scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
-        while at < len(scheduled):
-            rows = scheduled[at].count
+        chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > can.replay_rows)
+        while at < len(chunks):
+            rows = chunks[at].num_tokens
             end = at + 1
-            long = scheduled[at].count > can.replay_rows
-            while end < len(scheduled) and (scheduled[end].count > can.replay_rows) == long:
-                if rows + scheduled[end].count > fit:
+            long = chunks[at].num_tokens > can.replay_rows
+            while end < len(chunks) and (chunks[end].num_tokens > can.replay_rows) == long:
+                if rows + chunks[end].num_tokens > fit:
                     break
-                rows = rows + scheduled[end].count
+                rows = rows + chunks[end].num_tokens
                 end = end + 1
             began = self.clock()
-            (run or self.run)(scheduled[at:end])
+            (run or self.run)(chunks[at:end])
             seconds = self.clock() - began
             self.prompt_seconds += seconds
-            for item in scheduled[at:end]:
-                item.seq.stats.prefill_s += seconds * item.count / rows
+            for chunk in chunks[at:end]:
+                chunk.seq.stats.prefill_s += seconds * chunk.num_tokens / rows
             at = end
 
     @torch.inference_mode()
-    def run(self, scheduled: Scheduled) -> None:
+    def run(self, chunks: PromptChunks) -> None:
         """One forward pass over some chunks. A prompt's last hidden state is kept if its first draft starts from it."""
-        ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
-        kv = self.view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
-        ends = [i for i, item in enumerate(scheduled) if item.wanted]
+        ids = [token for chunk in chunks for token in chunk.seq.tokens[chunk.start : chunk.start + chunk.num_tokens]]
+        kv = self.view([chunk.slot for chunk in chunks], [(chunk.start, chunk.num_tokens) for chunk in chunks])
+        ends = [i for i, chunk in enumerate(chunks) if chunk.wanted]
         last = last_rows(kv, ends)
-        model = self.model_for([item.seq.adapter for item in scheduled], [item.count for item in scheduled])
-        features = self.forward(upload(ids, torch.int64, self.device), kv, last, scheduled, model)
+        model = self.model_for([chunk.seq.adapter for chunk in chunks], [chunk.num_tokens for chunk in chunks])
+        features = self.forward(upload(ids, torch.int64, self.device), kv, last, chunks, model)
         if ends:
-            where = upload([scheduled[i].slot for i in ends], torch.int64, self.device)
+            where = upload([chunks[i].slot for i in ends], torch.int64, self.device)
             self.features.index_copy_(0, where, features)
 
     def forward(
@@ -114,7 +115,7 @@ class ModelRunner:
         ids: Tensor,
         kv: KVView,
         last: OutputRows,
-        scheduled: Scheduled = (),
+        chunks: PromptChunks = (),
         model: TextModel | None = None,
         following: Tensor | None = None,
     ) -> Tensor:
@@ -125,48 +126,50 @@ class ModelRunner:
             return model.forward(ids, kv, self.taps, last).features
         out = model.forward(ids, kv, self.taps)
         if following is None:
-            self.extend(scheduled, out.streams, kv)
+            self.extend([chunk.seq for chunk in chunks], out.streams, kv, self.next_tokens(chunks))
         else:
             self.drafter.extend(out.streams, kv, following)
         return out.features.index_select(0, last.rows)
 
-    def extend(
-        self, scheduled: Scheduled, streams: tuple[Tensor, ...], kv: KVView, following: Tensor | None = None
-    ) -> None:
-        """Let a drafter with its own K/V read a pass. following [R]: the next token of each row; None: the prompts'
-        own. If it fails, these sequences continue without it."""
+    def extend(self, seqs: abc.Sequence[Sequence], streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
+        """Let a drafter with its own K/V read a pass. following [R]: the next token of each row. If it fails, these
+        sequences continue without it."""
         assert self.drafter is not None
-        if following is None:
-            after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
-            following = upload(after, torch.int64, self.device)
         try:
             self.drafter.extend(streams, kv, following)
         except Exception as error:
             for member in self.drafter.members:
                 if member.kv_specs:
-                    self.switch_off(member.name, scheduled, error)
+                    self.switch_off(member.name, seqs, error)
 
-    def join_unread(self, seqs: Sequence[Seq]) -> None:
+    def next_tokens(self, chunks: PromptChunks) -> Tensor:
+        """[R]: the token after each row of these prompt chunks."""
+        tokens: list[int] = []
+        for chunk in chunks:
+            tokens += chunk.seq.tokens[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+        return upload(tokens, torch.int64, self.device)
+
+    def join_unread(self, seqs: abc.Sequence[Sequence]) -> None:
         """Ensure that `unread` holds nothing of a slot's earlier sequence."""
         if self.unread is None:
             return
         for seq in seqs:
-            cache = seq.held
+            cache = seq.active_cache
             if not cache.unread_joined:
                 cache.unread_joined = True
                 self.unread.assume(cache.slot, 0, 0)
 
-    def catch_up(self, seqs: Sequence[Seq]) -> None:
+    def catch_up(self, seqs: abc.Sequence[Sequence]) -> None:
         """Feed a block drafter the rows that C steps deferred: before it drafts operation by operation, before a step
         that it reads at once, and before pages are shared."""
         if self.unread is not None:
             self.join_unread(seqs)
             self.store.flush()
-            self.unread.read([seq.held.slot for seq in seqs])
+            self.unread.read([seq.active_cache.slot for seq in seqs])
 
-    def switch_off(self, drafter: str, scheduled: Scheduled, error: Exception) -> None:
+    def switch_off(self, drafter: str, seqs: abc.Sequence[Sequence], error: Exception) -> None:
         """Switch off a drafter that failed on these sequences. They continue without it."""
-        affected = [item.seq for item in scheduled if drafter not in item.seq.failed_drafters]
+        affected = [seq for seq in seqs if drafter not in seq.failed_drafters]
         if not affected:
             return  # it fails in every pass
         reason = f"{drafter}: {type(error).__name__}: {error}".splitlines()[0]
@@ -177,30 +180,30 @@ class ModelRunner:
             seq.stats.drafter_off = reason if earlier is None else f"{earlier}; {reason}"
         self.metrics.drafter_failures += 1
 
-    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> TextModel:
+    def model_for(self, adapters: abc.Sequence[Adapter | None], counts: abc.Sequence[int]) -> TextModel:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
         if self.adapters is None or all([adapter is None for adapter in adapters]):
             return self.model
         return self.model.ops.adapted(self.model, adapters, counts) or self.adapters.model_for(adapters, counts)
 
     @torch.inference_mode()
-    def run_span(self, item: ScheduledSeq, span: SoftSpan) -> None:
+    def run_span(self, chunk: PromptChunk, span: SoftSpan) -> None:
         """Run the rows of one image in a pass of their own: so its bits depend on no other sequence."""
-        kv = self.view([item.slot], [(item.start, item.count)])
-        rows = item.start - span.start
-        soft = span.soft_tokens[rows : rows + item.count].to(self.device, self.model.dtype)
+        kv = self.view([chunk.slot], [(chunk.start, chunk.num_tokens)])
+        rows = chunk.start - span.start
+        soft = span.soft_tokens[rows : rows + chunk.num_tokens].to(self.device, self.model.dtype)
         end = span.end if span.bidirectional else None
-        last = last_rows(kv, [0] if item.wanted else [])
+        last = last_rows(kv, [0] if chunk.wanted else [])
         own = self.drafter is not None and bool(self.drafter.kv_specs)  # it reads all rows
         model = self.model
-        adapted = item.seq.adapter is not None
+        adapted = chunk.seq.adapter is not None
         if self.adapters is not None and adapted:
-            model = self.adapters.model_for([item.seq.adapter], [item.count])
+            model = self.adapters.model_for([chunk.seq.adapter], [chunk.num_tokens])
         out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if own or adapted else last, end)
         if own and self.drafter is not None:
-            self.extend([item], out.streams, kv)
-        if item.wanted:
-            self.features[item.slot] = out.features[-1]
+            self.extend([chunk.seq], out.streams, kv, self.next_tokens([chunk]))
+        if chunk.wanted:
+            self.features[chunk.slot] = out.features[-1]
 
     @torch.inference_mode()
     def score(
@@ -231,24 +234,24 @@ class ModelRunner:
         row_start = upload(starts, torch.int32, device)
         return self.store.view(where, positions, row_seq, row_start, widest, furthest)
 
-    def sampling(self, seqs: list[Seq]) -> SamplingBatch:
+    def sampling(self, seqs: list[Sequence]) -> SamplingBatch:
         """Gathered only when the batch has changed: `SlotSampling.commit` keeps it up to date in between."""
         if self.batch_sampling is None or self._sampled != seqs:
             params = [seq.request.params for seq in seqs]
             asks = SamplingFeatures.of(params, len(self.eos))
             self.join(seqs, asks)
-            slots = torch.tensor([seq.held.slot for seq in seqs], device=self.device)
+            slots = torch.tensor([seq.active_cache.slot for seq in seqs], device=self.device)
             position = torch.tensor([len(seq.tokens) - 1 for seq in seqs], device=self.device)
             self.batch_sampling = self.slot_sampling.select(slots, position, filters_of(params, self.vocab), asks)
             self._sampled = seqs
         return self.batch_sampling
 
-    def join(self, seqs: Sequence[Seq], asks: SamplingFeatures) -> None:
+    def join(self, seqs: abc.Sequence[Sequence], asks: SamplingFeatures) -> None:
         """Ensure that `slot_sampling` has the rows of these sequences, with all features they need."""
         fresh = []
         self.slot_sampling.grow(asks)
         for seq in seqs:
-            cache = seq.held
+            cache = seq.active_cache
             if not cache.sampling_joined:
                 cache.sampling_joined = True
                 params = seq.request.params

@@ -22,7 +22,7 @@ from ..types import OutputRows
 from .capture import Graph, GraphCache, GraphPool
 from .model_runner import ModelRunner
 from .prefill_budget import LIKELY, ROWS
-from .step import ScheduledSeq
+from .step import PromptChunks
 
 log = logging.getLogger("outrider")
 SEQUENCES = (8, 64)
@@ -65,33 +65,33 @@ class PrefillGraphs:
         count = size(ROWS[-1], SEQUENCES[-1]) if most else 0
         self._numbers = torch.zeros(count, dtype=torch.int64, device=self.device)
 
-    def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
-        key = self.key(scheduled)
+    def run(self, chunks: PromptChunks) -> None:
+        key = self.key(chunks)
         graph = None if key is None else self.capture(key)
         if key is None or graph is None:
-            self.ran += sum(item.count for item in scheduled)
-            self.runner.run(scheduled)
+            self.ran += sum(chunk.num_tokens for chunk in chunks)
+            self.runner.run(chunks)
             return
         self.ran += key.rows
         self.runner.store.flush()
-        self._say(scheduled, key)
+        self._say(chunks, key)
         graph.replay()
 
-    def key(self, scheduled: Sequence[ScheduledSeq]) -> PrefillKey | None:
+    def key(self, chunks: PromptChunks) -> PrefillKey | None:
         """The key of the graph for these chunks, captured or not; None: no graph, now or later."""
-        count = sum(item.count for item in scheduled)
-        end = max(item.start + item.count for item in scheduled)
-        wanted = any(item.wanted for item in scheduled)
-        if any(item.seq.adapter is not None for item in scheduled):
+        count = sum(chunk.num_tokens for chunk in chunks)
+        end = max(chunk.start + chunk.num_tokens for chunk in chunks)
+        wanted = any(chunk.wanted for chunk in chunks)
+        if any(chunk.seq.adapter is not None for chunk in chunks):
             return None
-        if not self.fixed and count <= self.most and len(scheduled) <= SEQUENCES[-1]:
+        if not self.fixed and count <= self.most and len(chunks) <= SEQUENCES[-1]:
             rows = next(n for n in ROWS if n >= count)
-            sequences = next(n for n in SEQUENCES if n >= len(scheduled))
+            sequences = next(n for n in SEQUENCES if n >= len(chunks))
             context = NEAR_PREFILL if end <= NEAR_PREFILL < self.furthest else self.furthest
             key = PrefillKey(rows, sequences, context, wanted)
             if key not in self.cache.refused:
                 return key
-        there = [key for key in self.cache.graphs if key.covers(count, len(scheduled), end, wanted)]
+        there = [key for key in self.cache.graphs if key.covers(count, len(chunks), end, wanted)]
         return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
     def capture(self, key: PrefillKey) -> Graph | None:
@@ -118,18 +118,20 @@ class PrefillGraphs:
         self.fixed = True
         return len(self.cache.graphs)
 
-    def _say(self, scheduled: Sequence[ScheduledSeq], key: PrefillKey) -> None:
+    def _say(self, chunks: PromptChunks, key: PrefillKey) -> None:
         """The graph's inputs: ids, positions, sequence and next token of each row; then for each sequence, the idle one
         last, where its rows begin (and where the last ends), its slot, and the slot for its last hidden state."""
         idle = self.idle
-        ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
-        after = [token for x in scheduled for token in x.seq.tokens[x.start + 1 : x.start + x.count + 1]]
-        positions, owner, starts = ragged([(item.start, item.count) for item in scheduled])
+        ids = [token for chunk in chunks for token in chunk.seq.tokens[chunk.start : chunk.start + chunk.num_tokens]]
+        after: list[int] = []
+        for chunk in chunks:
+            after += chunk.seq.tokens[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+        positions, owner, starts = ragged([(chunk.start, chunk.num_tokens) for chunk in chunks])
         fill = key.rows - len(ids)
-        spare = key.sequences - len(scheduled)
+        spare = key.sequences - len(chunks)
         starts += [len(ids)] * spare + [key.rows]
-        slots = [*(item.slot for item in scheduled), *[idle] * (spare + 1)]
-        ends = [*(item.slot if item.wanted else idle for item in scheduled), *[idle] * (spare + 1)]
+        slots = [*(chunk.slot for chunk in chunks), *[idle] * (spare + 1)]
+        ends = [*(chunk.slot if chunk.wanted else idle for chunk in chunks), *[idle] * (spare + 1)]
         nothing = [0] * fill
         rows = [*ids, *nothing, *positions, *nothing, *owner, *[key.sequences] * fill, *after, *nothing]
         line = [*rows, *starts, *slots, *ends]

@@ -11,13 +11,12 @@ would count twice is booked by `commit_plan` alone.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import abc, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..types import DraftPlan
 from .prefill_budget import PrefillBudget
-from .step import PrefillDebt, ScheduledSeq, Seq, StepBatch, StepPlan
+from .step import DecodeRow, PrefillDebt, PromptChunk, Sequence, StepBatch, StepPlan
 
 if TYPE_CHECKING:
     from ..cache.pages import PagePool
@@ -30,7 +29,7 @@ DONE = object()
 class BlockedRequest(NamedTuple):
     """The head of the queue while its pages do not fit: it is not tried again before a page is released."""
 
-    seq: Seq
+    seq: Sequence
     pool: PagePool
     num_releases: int
 
@@ -55,16 +54,16 @@ class Scheduler:
         self.replay_rows = replay_rows
         self.draft_policy = draft_policy
         self.max_context = max_context
-        self.waiting: deque[Seq] = deque()
-        self.running: list[Seq] = []  # oldest first
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
         self._blocked: BlockedRequest | None = None
         self._debt = PrefillDebt()
 
-    def add(self, seq: Seq) -> None:
+    def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def remove(self, seq: Seq) -> None:
+    def remove(self, seq: Sequence) -> None:
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -79,7 +78,7 @@ class Scheduler:
         preemptions = self.preemptions
         if self.waiting:
             self._admit()
-        ready: list[Seq] = []
+        ready: list[Sequence] = []
         for seq in self.running:
             size = len(seq.tokens)
             ahead = seq.num_inflight_tokens
@@ -119,18 +118,18 @@ class Scheduler:
         """Another step can make progress: paused sequences wait for a command, and give way to those that do not."""
         return any(not seq.paused for seq in self.running) or any(not seq.paused for seq in self.waiting)
 
-    def _decode(self, batch: StepBatch, seq: Seq, plan: DraftPlan) -> None:
+    def _decode(self, batch: StepBatch, seq: Sequence, plan: DraftPlan) -> None:
         """Schedule a decoding sequence if pages can be reserved."""
         size = len(seq.tokens)
-        slot = seq.held.slot
+        slot = seq.active_cache.slot
         if not self._reserve(seq, size + seq.num_inflight_tokens + self.draft_policy.positions(plan)):
             return
-        guess: Sequence[int] | None = None
+        host_draft: abc.Sequence[int] | None = None
         if plan.drafter == "ngram" and seq.ngram is not None:
-            guess = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
-        batch.decode.append(ScheduledSeq(seq, slot, size - 1, plan=plan, guess=guess))
+            host_draft = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
+        batch.decode.append(DecodeRow(seq, slot, size - 1, plan, host_draft))
 
-    def _prompts(self, batch: StepBatch, decoding: list[Seq], debt: PrefillDebt) -> PrefillDebt:
+    def _prompts(self, batch: StepBatch, decoding: list[Sequence], debt: PrefillDebt) -> PrefillDebt:
         """Schedule prompt chunks within the budget. Returns the debt after them."""
         overdrawn = debt.overdrawn
         charged = dict(debt.charged)
@@ -151,7 +150,7 @@ class Scheduler:
                 continue
             if self._reserve(seq, start + count):
                 wanted = start + count == len(seq.tokens) - 1 and seq.drafts_from_hidden
-                batch.prompts.append(ScheduledSeq(seq, seq.held.slot, start, count, wanted))
+                batch.prompts.append(PromptChunk(seq, seq.active_cache.slot, start, count, wanted))
                 budget -= count
                 if beside:
                     client = seq.request.client
@@ -162,7 +161,7 @@ class Scheduler:
                 break
         return PrefillDebt(overdrawn, charged)
 
-    def _by_turn(self, debt: PrefillDebt) -> list[Seq]:
+    def _by_turn(self, debt: PrefillDebt) -> list[Sequence]:
         """Prompts next to decoding sequences, without clients that had their share: the one with the fewest tokens
         left, which never waits for a long one, then the oldest first."""
         waiting = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in debt.charged]
@@ -202,12 +201,12 @@ class Scheduler:
             self.waiting.remove(seq)
             self.running.append(seq)
 
-    def _still_blocked(self, seq: Seq) -> bool:
+    def _still_blocked(self, seq: Sequence) -> bool:
         """True if this sequence did not fit and no page of the pool that lacked some was released since."""
         blocked = self._blocked
         return blocked is not None and blocked.seq is seq and blocked.pool.num_releases == blocked.num_releases
 
-    def _next_chunk(self, seq: Seq) -> tuple[int, int]:
+    def _next_chunk(self, seq: Sequence) -> tuple[int, int]:
         """First position and length. Borders lie on a grid: a prompt is always cut in the same places."""
         start = seq.computed
         end = len(seq.tokens) - 1
@@ -217,17 +216,17 @@ class Scheduler:
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
         return start, count
 
-    def _reserve(self, seq: Seq, positions: int) -> bool:
+    def _reserve(self, seq: Sequence, positions: int) -> bool:
         """Reserve pages for `positions`, preempting paused and younger sequences (and finally this one) if there are
         none."""
-        while not self.cache.reserve(seq.held, positions):
+        while not self.cache.reserve(seq.active_cache, positions):
             victim = self._youngest_paused() or self.running[-1]
             self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
-    def _youngest_paused(self) -> Seq | None:
+    def _youngest_paused(self) -> Sequence | None:
         return next((seq for seq in reversed(self.running) if seq.paused), None)
 
     def _preempt_paused(self) -> bool:
@@ -237,11 +236,11 @@ class Scheduler:
             self._preempt(victim)
         return victim is not None
 
-    def _preempt(self, victim: Seq) -> None:
+    def _preempt(self, victim: Sequence) -> None:
         """Take its slot and pages; it is admitted again before the sequences that came after it."""
         self.preemptions += 1
         self.running.remove(victim)
-        self.cache.close(victim.held)
+        self.cache.close(victim.active_cache)
         victim.cache = None
         victim.has_features = False
         victim.num_inflight_tokens = 0

@@ -6,7 +6,8 @@ cycle in one call of a C library, `graphs` replays a CUDA graph; `pick` chooses 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -50,7 +51,7 @@ class Progress(NamedTuple):
 
 
 @dataclass(eq=False)
-class Seq:
+class Sequence:
     """A submitted request. `tokens` are prompt and output; K/V of `computed` of them is committed."""
 
     request: Request
@@ -89,7 +90,7 @@ class Seq:
         self.max_total_tokens = self.prompt_len + self.request.params.max_tokens
 
     @property
-    def cache_keys(self) -> Sequence[int]:
+    def cache_keys(self) -> abc.Sequence[int]:
         """The keys of its tokens in the prefix cache: the tokens, and at the positions of a span its content."""
         if not self.request.spans:
             return self.tokens
@@ -116,7 +117,7 @@ class Seq:
         return end
 
     @property
-    def held(self) -> SeqCache:
+    def active_cache(self) -> SeqCache:
         """The cache entry of a running sequence."""
         assert self.cache is not None, f"{self.request.id} does not run"
         return self.cache
@@ -133,31 +134,38 @@ class Seq:
         return self.max_total_tokens - len(self.tokens)
 
 
-class ScheduledSeq(NamedTuple):
-    """One sequence's rows in a step: a prompt chunk of `count` rows from position `start` on, or its newest token at
-    `start` (one later for every token that a step in flight may add) and the drafted ones."""
+class PromptChunk(NamedTuple):
+    """Rows of one sequence's prompt in a step: `num_tokens` from position `start` on."""
 
-    seq: Seq
+    seq: Sequence
     slot: int
     start: int
-    count: int = 1  # type: ignore[assignment]
-    # The output is read: of every row of a decoding item, and of the last row of a chunk that a draft starts from.
-    # Other rows compute no more than their K/V (types.OutputRows).
+    num_tokens: int
+    # A draft starts from the last row's output. Other rows compute no more than their K/V (types.OutputRows).
     wanted: bool = True
-    plan: DraftPlan = NO_DRAFT  # of a decoding item
-    # The drafted tokens where the host knows them: plan.k, and as many more as a step in flight may add.
-    guess: Sequence[int] | None = None
 
 
-Scheduled = Sequence[ScheduledSeq]
+class DecodeRow(NamedTuple):
+    """A decoding sequence in a step: its newest token, and what to draft after it."""
+
+    seq: Sequence
+    slot: int
+    position: int  # of the newest token; one later for every token that a step in flight may add
+    plan: DraftPlan = NO_DRAFT
+    # Drafted tokens that the host knows: plan.k, and as many more as a step in flight may add. None: a drafter's.
+    host_draft: abc.Sequence[int] | None = None
+
+
+PromptChunks = abc.Sequence[PromptChunk]
+DecodeRows = abc.Sequence[DecodeRow]
 # acceptance by a drafter's confidence, of the drafters whose drafts may end themselves
-Trust = Mapping[str, Sequence[float]]
+Trust = Mapping[str, abc.Sequence[float]]
 
 
 @dataclass(slots=True)
 class StepBatch:
-    prompts: list[ScheduledSeq] = field(default_factory=list)
-    decode: list[ScheduledSeq] = field(default_factory=list)
+    prompts: list[PromptChunk] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
     trust: Trust = field(default_factory=dict)
 
     @property
@@ -217,8 +225,8 @@ class PendingStep:
     context: int = 0  # positions, likewise
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
     # of a step that is read after the next was launched: the most tokens that each sequence may gain by it,
-    inflight_tokens: Sequence[int] = ()
-    holders: Sequence[SeqCache] = ()  # and who held each slot, which may be reused before
+    inflight_tokens: abc.Sequence[int] = ()
+    holders: abc.Sequence[SeqCache] = ()  # and who held each slot, which may be reused before
     payload: object = None  # the executor's own
 
 
@@ -248,7 +256,7 @@ class Executor(Protocol):
         return True
 
 
-def pick(executors: Sequence[Executor], batch: StepBatch) -> tuple[Executor, Plan]:
+def pick(executors: abc.Sequence[Executor], batch: StepBatch) -> tuple[Executor, Plan]:
     """The first of the executors, fastest first, that can run this step, and its plan. The last one runs everything."""
     for executor in executors:
         if (plan := executor.plan(batch)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .prefill_budget import ROWS, PrefillBudget
-from .step import PendingStep, Seq
+from .step import PendingStep, Sequence
 
 if TYPE_CHECKING:
     from .draft_policy import DraftPolicy
@@ -23,7 +23,7 @@ class StepTimer:
         self.policy = policy
         self._last_read_at = 0.0
         self._prompted = 0.0  # seconds spent on prompts before the present step
-        self._timed: list[Seq] = []  # the batch whose last step was timed
+        self._timed: list[Sequence] = []  # the batch whose last step was timed
 
     def begin(self) -> None:
         self._prompted = self.runner.prompt_seconds
@@ -47,7 +47,7 @@ class StepTimer:
             known = True
             self.prefill.observe(0, seconds)
             if prompts:
-                rows = sum(item.count for item in prompts)
+                rows = sum(chunk.num_tokens for chunk in prompts)
                 self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
         if not self.policy.controller.planned:
             return

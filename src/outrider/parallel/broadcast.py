@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +23,7 @@ from ..cache.store import SeqCache
 from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, Seq, StepBatch
+from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, Sequence, StepBatch
 from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError
 from .process_group import ProcessGroup
@@ -37,7 +38,7 @@ Pages = dict[GroupName, tuple[int, list[int]]]
 
 
 class SeqUpdate(NamedTuple):
-    """New data of a sequence, in place of the `Seq` of a `ScheduledSeq`, which every process has."""
+    """New data of a sequence, in place of a `Sequence`, of which every process has its own."""
 
     id: str
     fresh: bool  # its cache slot has changed since the last message
@@ -58,7 +59,7 @@ class StepMessage(NamedTuple):
 class Known:
     """The data of a sequence that the other ranks already have."""
 
-    seq: Seq
+    seq: Sequence
     cache: SeqCache | None = None
     tokens: int = 0
     pages: dict[GroupName, int] = field(default_factory=dict)
@@ -90,13 +91,11 @@ class Leader:
         for name in left:
             del self._known[name]
         joined: list[Request] = []
-        prompts, decode = (
-            [item._replace(seq=self._update(item.seq, joined)) for item in scheduled]  # type: ignore[arg-type]
-            for scheduled in (batch.prompts, batch.decode)
-        )
+        prompts = [chunk._replace(seq=self._update(chunk.seq, joined)) for chunk in batch.prompts]  # type: ignore[arg-type]
+        decode = [row._replace(seq=self._update(row.seq, joined)) for row in batch.decode]  # type: ignore[arg-type]
         return StepMessage(StepBatch(prompts, decode, batch.trust), joined, left)
 
-    def _update(self, seq: Seq, joined: list[Request]) -> SeqUpdate:
+    def _update(self, seq: Sequence, joined: list[Request]) -> SeqUpdate:
         known = self._known.get(seq.id)
         if known is None:
             known = self._known[seq.id] = Known(seq)
@@ -107,11 +106,11 @@ class Leader:
             joined.append(Request(seq.id, list(seq.request.prompt), own, spans=spans))
             if seq.answer.matcher is not None:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.group)
-        fresh = known.cache is not seq.held
+        fresh = known.cache is not seq.active_cache
         if fresh:
-            known.cache = seq.held
+            known.cache = seq.active_cache
             known.pages = {}
-        pages = new_pages(seq.held, known.pages)
+        pages = new_pages(seq.active_cache, known.pages)
         tokens = seq.tokens[known.tokens :]
         known.tokens = len(seq.tokens)
         return SeqUpdate(seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
@@ -204,7 +203,7 @@ class BroadcastMatcher:
     def failed(self) -> str | None:
         return self.matcher.failed
 
-    def bits(self, drafts: Sequence[int]) -> ndarray:
+    def bits(self, drafts: abc.Sequence[int]) -> ndarray:
         found = self.matcher.bits(drafts)
         self.group.send(found)
         return found
@@ -219,11 +218,11 @@ class RemoteMatcher:
     def matcher(self) -> Matcher:
         return self
 
-    def bits(self, drafts: Sequence[int]) -> ndarray:
+    def bits(self, drafts: abc.Sequence[int]) -> ndarray:
         assert ProcessGroup.here is not None
         return ProcessGroup.here.receive()  # type: ignore[return-value]
 
-    def advance(self, tokens: Sequence[int]) -> None:
+    def advance(self, tokens: abc.Sequence[int]) -> None:
         pass
 
 
@@ -232,7 +231,7 @@ class Follower:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._seqs: dict[str, Seq] = {}
+        self._seqs: dict[str, Sequence] = {}
         self._batch = StepBatch()  # the last one that rank 0 has sent
         self._plan: Plan | None = None  # the last one that rank 0 asked for with "plan"
 
@@ -269,18 +268,19 @@ class Follower:
             if seq is not None and self.engine.drafter is not None:
                 self.engine.drafter.release(seq.draft_track)
         for request in step.joined:
-            seq = Seq(request, 0.0, [])
+            seq = Sequence(request, 0.0, [])
             grammar = request.params.grammar
             seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
             if self.engine.drafter is not None:
                 seq.draft_track = self.engine.drafter.new_track(request.id)
             self._seqs[request.id] = seq
-        for scheduled in (step.batch.prompts, step.batch.decode):
-            for i, item in enumerate(scheduled):
-                scheduled[i] = item._replace(seq=self._seq(item.slot, item.seq))  # type: ignore[arg-type]
+        prompts = step.batch.prompts
+        decode = step.batch.decode
+        prompts[:] = [chunk._replace(seq=self._seq(chunk.slot, chunk.seq)) for chunk in prompts]  # type: ignore[arg-type]
+        decode[:] = [row._replace(seq=self._seq(row.slot, row.seq)) for row in decode]  # type: ignore[arg-type]
         self._batch = step.batch
 
-    def _seq(self, slot: int, update: SeqUpdate) -> Seq:
+    def _seq(self, slot: int, update: SeqUpdate) -> Sequence:
         seq = self._seqs[update.id]
         seq.tokens += update.tokens
         seq.num_inflight_tokens = update.num_inflight_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.memory import KVOptions
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Request, ScheduledSeq, Seq, StepBatch
+from outrider.engine.step import PromptChunk, Request, Sequence, StepBatch
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.backend import Capabilities
@@ -195,24 +195,24 @@ def next_step(scheduler: Scheduler) -> StepBatch:
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
     scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(64), 64, 1 << 30, FixedDrafts())
-    short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
+    short, long = (Sequence(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
     for chunk in next_step(scheduler).prompts:
-        chunk.seq.computed = chunk.start + chunk.count
+        chunk.seq.computed = chunk.start + chunk.num_tokens
     scheduler.add(long)
     for step in range(10):
         plan = next_step(scheduler)
         assert [row.seq.id for row in plan.decode] == ["s"], "the running stream is in every step"
-        assert sum(c.count for c in plan.prompts) <= 64
+        assert sum(c.num_tokens for c in plan.prompts) <= 64
         for chunk in plan.prompts:
             assert chunk.start == step * 64
-            chunk.seq.computed = chunk.start + chunk.count
+            chunk.seq.computed = chunk.start + chunk.num_tokens
 
 
 def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
     prefill = PrefillBudget(1024, batched=8192, with_decodes=512)
     scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, FixedDrafts())
-    made = [Seq(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
+    made = [Sequence(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
 
     def step(decoding: int, waiting: int) -> list[int]:
         """Prompt tokens of each sequence in a step."""
@@ -224,7 +224,7 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
             seq.computed = len(seq.tokens) - 1 if i < decoding else 0
         plan = next_step(scheduler)
         assert len(plan.decode) == decoding
-        return [item.count for item in plan.prompts]
+        return [item.num_tokens for item in plan.prompts]
 
     assert step(0, 64) == [1024] * 8, "nobody decodes: whole passes"
     assert step(64, 1) == [512] and step(64, 2) == [256, 256], "few prompts beside streams"
@@ -235,11 +235,11 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
 def test_the_youngest_is_preempted() -> None:
     cache = CountingCache(4, 40)
     scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, FixedDrafts(DraftPlan("d", 4)))
-    seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
+    seqs = [Sequence(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
     for chunk in next_step(scheduler).prompts:
-        chunk.seq.computed = chunk.start + chunk.count
+        chunk.seq.computed = chunk.start + chunk.num_tokens
     plan = next_step(scheduler)
     assert [row.seq.id for row in plan.decode] == ["0", "1"]
     assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
@@ -250,10 +250,10 @@ def test_a_request_that_does_not_fit_is_tried_again_when_pages_are_released() ->
     """The head of the queue was opened, its prefix looked up, and closed again in every step."""
     cache = CountingCache(4, 40)
     scheduler = Scheduler(cache, 4, PrefillBudget(64), 64, 1 << 30, FixedDrafts())
-    first, blocked = (Seq(Request(str(i), [1] * 30, SamplingParams()), 0.0, [1] * 30) for i in range(2))
+    first, blocked = (Sequence(Request(str(i), [1] * 30, SamplingParams()), 0.0, [1] * 30) for i in range(2))
     scheduler.add(first)
     for chunk in next_step(scheduler).prompts:
-        chunk.seq.computed = chunk.start + chunk.count
+        chunk.seq.computed = chunk.start + chunk.num_tokens
     scheduler.add(blocked)
     for _ in range(10):
         next_step(scheduler)
@@ -282,7 +282,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
     engine = engine_of()
     engine.clock = engine.runner.clock = lambda: 0.0  # the budget of prompts stays what it is
     whole = engine.runner.run
-    engine.runner.run = lambda scheduled: (rows.append([item.count for item in scheduled]), whole(scheduled))[1]  # type: ignore[method-assign]
+    engine.runner.run = lambda scheduled: (rows.append([item.num_tokens for item in scheduled]), whole(scheduled))[1]  # type: ignore[method-assign]
     jobs = [
         request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12)
         for i, n in enumerate((5, 9, 70, 3, 33, 130))
@@ -297,9 +297,9 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
 def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
     engine = tiny_engine("llama", model=MODEL)
     passes: list[list[int]] = []
-    engine.runner.run = lambda scheduled: passes.append([item.count for item in scheduled])  # type: ignore[method-assign]
-    seq = Seq(request("a", PROMPT), 0.0, list(PROMPT))
-    scheduled = [ScheduledSeq(seq, 0, 0, n, False) for n in (30, 80, 20, 90, 10, 300, 40)]
+    engine.runner.run = lambda scheduled: passes.append([item.num_tokens for item in scheduled])  # type: ignore[method-assign]
+    seq = Sequence(request("a", PROMPT), 0.0, list(PROMPT))
+    scheduled = [PromptChunk(seq, 0, 0, n, False) for n in (30, 80, 20, 90, 10, 300, 40)]
     for rows, replay, want in (
         (0, 1 << 30, [[30], [80], [20], [90], [10], [300], [40]]),
         (120, 1 << 30, [[30, 80], [20, 90, 10], [300], [40]]),
@@ -316,7 +316,7 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
 
 
 def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
-    def budgets(decoding: Sequence[int], paused: int = 0, **how: int) -> list[int]:
+    def budgets(decoding: abc.Sequence[int], paused: int = 0, **how: int) -> list[int]:
         """Of forty sequences so many decode; the others wait for their prompts, but those that are paused."""
         return [PrefillBudget(512, **how).tokens(n, 40 - n - paused)[0] for n in decoding]
 
@@ -359,22 +359,23 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
 def test_beside_streams_prompts_come_in_small_pieces() -> None:
     scheduler = Scheduler(CountingCache(4, 10_000), 4, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
     stream, long, short = (
-        Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10)
+        Sequence(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n)))
+        for n in (2, 400, 10)
     )
     for seq in (stream, long, short):
         scheduler.add(seq)
     first = next_step(scheduler)
-    assert [item.count for item in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
+    assert [item.num_tokens for item in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
     stream.computed = 1
     counts = []
     while short.computed < 9:
         batch = next_step(scheduler)
         assert [item.seq for item in batch.decode] == [stream]
-        counts.append([item.count for item in batch.prompts])
+        counts.append([item.num_tokens for item in batch.prompts])
         for item in batch.prompts:
-            item.seq.computed += item.count
+            item.seq.computed += item.num_tokens
     assert counts == [[8, 8], [1, 15]]  # sixteen in all: of the one that is soonest done, the rest of the oldest
-    assert [item.count for item in next_step(scheduler).prompts] == [16]
+    assert [item.num_tokens for item in next_step(scheduler).prompts] == [16]
 
 
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
@@ -382,7 +383,8 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     the end."""
     scheduler = Scheduler(CountingCache(8, 10_000), 8, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
     stream, *many = (
-        Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6)
+        Sequence(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n)))
+        for n in (2, *[40] * 6)
     )
     scheduler.add(stream)
     next_step(scheduler)
@@ -393,9 +395,11 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     while any(seq.computed < 39 for seq in many):
         batch = next_step(scheduler)
         steps = steps + 1
-        assert stream in [item.seq for item in batch.decode] and 0 < sum(item.count for item in batch.prompts) <= 16
+        assert (
+            stream in [item.seq for item in batch.decode] and 0 < sum(item.num_tokens for item in batch.prompts) <= 16
+        )
         for item in batch.prompts:
-            item.seq.computed += item.count
+            item.seq.computed += item.num_tokens
     assert steps == -(-6 * 39 // 16)
 
 
@@ -405,8 +409,8 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
     of another client does not wait for that."""
     scheduler = Scheduler(CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
 
-    def seq(client: str, length: int) -> Seq:
-        return Seq(Request(client, [1] * length, SamplingParams(max_tokens=99), client=client), 0.0, [1] * length)
+    def seq(client: str, length: int) -> Sequence:
+        return Sequence(Request(client, [1] * length, SamplingParams(max_tokens=99), client=client), 0.0, [1] * length)
 
     decoding = [seq("many", 2), *(seq(f"stream {i}", 2) for i in range(streams))]
     long = seq("many", 161)
@@ -423,11 +427,11 @@ def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int)
             scheduler.add(short)
         batch = next_step(scheduler)
         steps = steps + 1
-        assert len(batch.decode) == len(decoding) and sum(item.count for item in batch.prompts) <= 16
+        assert len(batch.decode) == len(decoding) and sum(item.num_tokens for item in batch.prompts) <= 16
         if steps == 5:
             assert short in [item.seq for item in batch.prompts]
         for item in batch.prompts:
-            item.seq.computed += item.count
+            item.seq.computed += item.num_tokens
         if short.computed:
             scheduler.remove(short)
             short.computed = 0
@@ -440,7 +444,7 @@ def test_images_of_others_leave_a_stream_its_share() -> None:
     scheduler = Scheduler(CountingCache(5, 10_000), 5, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
     soft_spans = (SoftSpan(4, torch.zeros(160, 1), b"x", True),)
     stream, text, *seen = (
-        Seq(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), spans=spans), 0.0, [1] * n)
+        Sequence(Request(f"{i}", [1] * n, SamplingParams(max_tokens=99), spans=spans), 0.0, [1] * n)
         for i, (n, spans) in enumerate([(2, ()), (99, ()), *[(170, soft_spans)] * 3])
     )
     scheduler.add(stream)
@@ -451,10 +455,10 @@ def test_images_of_others_leave_a_stream_its_share() -> None:
     rows: list[int] = []
     while any(seq.computed < len(seq.tokens) - 1 for seq in (text, *seen)):
         batch = next_step(scheduler)
-        rows.append(sum(item.count for item in batch.prompts))
+        rows.append(sum(item.num_tokens for item in batch.prompts))
         for item in batch.prompts:
-            item.seq.computed += item.count
-            assert item.count in (160, min(16, item.count))
+            item.seq.computed += item.num_tokens
+            assert item.num_tokens in (160, min(16, item.num_tokens))
     large = [i for i, n in enumerate(rows) if n >= 160]
     assert len(large) == 3 and all(b - a >= 9 for a, b in pairwise(large)), rows
     assert max(rows) < 180 and sum(rows[large[0] + 1 : large[1]]) >= 60, "text goes on between them"
@@ -466,7 +470,10 @@ def test_a_server_s_prompts_come_in_pieces_even_where_nobody_decodes() -> None:
     whole = run(engine, [request("a", list(range(3, 50)))])
     counts: list[int] = []
     prompts = engine.runner.prompts
-    engine.runner.prompts = lambda scheduled: (counts.extend(item.count for item in scheduled), prompts(scheduled))[1]  # type: ignore[method-assign]
+    engine.runner.prompts = lambda scheduled: (
+        counts.extend(item.num_tokens for item in scheduled),
+        prompts(scheduled),
+    )[1]  # type: ignore[method-assign]
     engine.serve()
     engine.store.prefix.clear()
     assert run(engine, [request("a", list(range(3, 50)))]) == whole and max(counts) == 8 and sum(counts) == 46

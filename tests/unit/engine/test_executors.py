@@ -14,7 +14,7 @@ from tests.unit.engine.test_host_cycle import SHAPES
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.memory import KVOptions
-from outrider.engine.step import Request, ScheduledSeq, Seq, StepBatch, pick
+from outrider.engine.step import DecodeRow, Request, Sequence, StepBatch, pick
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
@@ -68,8 +68,8 @@ def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape:
 def test_who_runs_a_step_is_decided_in_one_place() -> None:
     def batch(**params: Any) -> StepBatch:
         asked = SamplingParams(**params)
-        seq = Seq(Request("a", PROMPT, asked), 0.0, list(PROMPT))
-        return StepBatch(decode=[ScheduledSeq(seq, 0, len(PROMPT) - 1)])
+        seq = Sequence(Request("a", PROMPT, asked), 0.0, list(PROMPT))
+        return StepBatch(decode=[DecodeRow(seq, 0, len(PROMPT) - 1)])
 
     executors = engine_of("llama", "host").executors
     for params, name in (

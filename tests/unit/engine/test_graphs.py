@@ -17,7 +17,7 @@ from outrider.engine.capture import Graph
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor, choosing_of
-from outrider.engine.step import Request, ScheduledSeq
+from outrider.engine.step import DecodeRow, Request
 from outrider.ops.backend import Capabilities
 from outrider.spec.drafter import Drafter
 from outrider.spec.plan import VERIFY, CostPart
@@ -263,7 +263,7 @@ def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked
     executor.drafter = Wide()
     executor.names = (None,)
     executor.trees = True
-    scheduled = [ScheduledSeq(None, i, 10, plan=DraftPlan("mtp", 3, nodes=n)) for i, n in enumerate(asked)]  # type: ignore[arg-type]
+    scheduled = [DecodeRow(None, i, 10, plan=DraftPlan("mtp", 3, nodes=n)) for i, n in enumerate(asked)]  # type: ignore[arg-type]
     assert executor._nodes(scheduled, 3, 20) == nodes
-    plain = ScheduledSeq(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
+    plain = DecodeRow(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
     assert executor._nodes([*scheduled, plain], 3, 20) == nodes

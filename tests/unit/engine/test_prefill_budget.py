@@ -95,7 +95,7 @@ def test_an_engine_on_a_cpu_measures_what_prompts_cost() -> None:
     real = engine.runner.run
 
     def prompts(scheduled):  # type: ignore[no-untyped-def]
-        now[0] += 1e-3 * sum(item.count for item in scheduled)
+        now[0] += 1e-3 * sum(item.num_tokens for item in scheduled)
         real(scheduled)
 
     def read(pending, inner=engine.executors[-1].read):  # type: ignore[no-untyped-def]

@@ -58,7 +58,7 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(
             batch = engine.scheduler.schedule().batch
             engine.runner.prompts(batch.prompts, captured(engine).run if graphs else None)
             for item in batch.prompts:
-                item.seq.computed = item.start + item.count
+                item.seq.computed = item.start + item.num_tokens
         engine.store.flush()
         seen: list[Any] = [engine.runner.features[:-1].clone()]
         for slot, prompt in enumerate(prompts):
@@ -108,7 +108,10 @@ def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> No
     passed.furthest = 512
     passed.prepare()
     assert {(key.rows, key.sequences) for key in passed.cache.graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
-    engine.runner.run = lambda scheduled: (launched.append(sum(item.count for item in scheduled)), launch(scheduled))[1]  # type: ignore[method-assign]
+    engine.runner.run = lambda scheduled: (
+        launched.append(sum(item.num_tokens for item in scheduled)),
+        launch(scheduled),
+    )[1]  # type: ignore[method-assign]
     engine.prefill.idle = 1024
     engine.prefill.with_decodes = 0
     alone = run(engine, [request("a", [t % VOCAB for t in range(81)], max_tokens=3)])
@@ -206,7 +209,7 @@ def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None
     passed.pack = 64
     whole = passed.run
     rows = list[int]()
-    passed.run = lambda scheduled: (rows.append(sum(item.count for item in scheduled)), whole(scheduled))[1]  # type: ignore[method-assign]
+    passed.run = lambda scheduled: (rows.append(sum(item.num_tokens for item in scheduled)), whole(scheduled))[1]  # type: ignore[method-assign]
     engine.prefill.idle = 512
     engine.prefill.with_decodes = 0
     jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
