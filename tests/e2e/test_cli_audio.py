@@ -93,6 +93,21 @@ def test_errors_are_one_line(cli: Any, model: Path, words: tuple[object, ...], s
     assert code == 2 and said in err and "Traceback" not in err
 
 
+def test_inspect_counts_the_encoder(cli: Any, model: Path) -> None:
+    _, with_audio, _ = cli("inspect", model, "--json")
+    _, without, _ = cli("inspect", model, "--json", "--no-audio")
+    stored = load_file(model / "model.safetensors")
+    values = sum(tensor.numel() for name, tensor in stored.items() if "audio" in name)
+    assert json.loads(with_audio)["audio_bytes"] == 2 * values > 0 == json.loads(without)["audio_bytes"]
+
+
+def test_predict_tells_the_cost_of_a_clip(cli: Any, model: Path) -> None:
+    _, out, _ = cli("predict", "google/gemma-4-E4B-it", "--gpu", "h200")
+    assert "sound   30 s, 750 tokens: tower 0.4" in out
+    _, out, _ = cli("predict", "google/gemma-4-31B-it", "--gpu", "h200", "--json")
+    assert json.loads(out)["sound"] is None
+
+
 def test_every_form_of_a_clip_is_the_same(model: Path) -> None:
     llm = LLM.load(str(model), drafter="none", max_context=480, threads=1)
     samples = np.round(tiny_audio.clip(1.0) * 32_767).astype(np.int16)

@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 
+from ..models.audio_config import MAX_SECONDS, SAMPLE_RATE, AudioConfig
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..models.vision_config import IMAGE_TOKENS, VisionConfig
@@ -249,7 +250,7 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
     }
 
 
-# ---- images
+# ---- images and sound
 # of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
 TOWER_REACH = 0.35
 PROMPT_REACH = 0.5
@@ -257,8 +258,9 @@ CPU_RATE = 0.25  # of a CPU's 8-bit rate: a tower multiplies floats
 
 
 @dataclass(frozen=True)
-class ImageCost:
-    """Of an image in a prompt: its soft tokens, the arithmetic of the vision model and of the tokens, their time."""
+class SoftCost:
+    """Cost of an image or a clip in a prompt: its soft tokens, the arithmetic of its tower and of the tokens, their
+    time."""
 
     tokens: int
     tower_tflop: float
@@ -267,18 +269,29 @@ class ImageCost:
     prompt_ms: float
 
 
-def image_costs(vision: VisionConfig, setup: Setup) -> list[ImageCost]:
-    """For each budget of `--image-tokens`; Gemma 3 has one."""
+def image_costs(vision: VisionConfig, setup: Setup) -> list[SoftCost]:
+    """One for each budget of `--image-tokens`; Gemma 3 has one."""
+    budgets = (vision.tokens,) if vision.tokens else IMAGE_TOKENS
+    return [soft_cost(tokens, vision.flops(tokens), setup) for tokens in budgets]
+
+
+def audio_cost(audio: AudioConfig, setup: Setup) -> SoftCost:
+    """Cost of the longest clip."""
+    tokens = audio.num_tokens(round(MAX_SECONDS * SAMPLE_RATE))
+    return soft_cost(tokens, audio.flops(tokens), setup)
+
+
+def soft_cost(tokens: int, tower_flops: float, setup: Setup) -> SoftCost:
     rate = setup.on.rate * 1e9  # per millisecond
     tower_rate = rate * (TOWER_REACH if setup.on.overlaps else CPU_RATE)
-    size = model_size(setup.target)
-    costs = list[ImageCost]()
-    for tokens in (vision.tokens,) if vision.tokens else IMAGE_TOKENS:
-        tower = vision.flops(tokens)
-        prompt = flops(size, tokens, setup.context, 0)
-        milliseconds = prompt / (rate * PROMPT_REACH)
-        costs.append(ImageCost(tokens, tower / 1e12, tower / tower_rate, prompt / 1e12, milliseconds))
-    return costs
+    prompt_flops = flops(model_size(setup.target), tokens, setup.context, 0)
+    return SoftCost(
+        tokens=tokens,
+        tower_tflop=tower_flops / 1e12,
+        tower_ms=tower_flops / tower_rate,
+        prompt_tflop=prompt_flops / 1e12,
+        prompt_ms=prompt_flops / (rate * PROMPT_REACH),
+    )
 
 
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:

@@ -26,6 +26,7 @@ MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("BAD ", "r
 EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"),
     "gpu": ("triton",),
+    "audio": ("soundfile", "soxr"),
     "ray": ("ray",),
 }
 

@@ -44,7 +44,7 @@ class InspectOptions:
     as_json: common.AsJson = False
 
 
-@common.loading("kv_dtype", "vision")
+@common.loading("kv_dtype", "vision", "audio")
 @common.taking(InspectOptions)
 def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are
@@ -55,6 +55,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
     float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
+    from ..weights.audio import audio_config
     from ..weights.repos import companion
     from ..weights.vision import vision_config
 
@@ -77,7 +78,9 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     data["mmproj"] = None if mmproj is None else str(mmproj)
     vision = vision_config(files) if load.vision else None
     data["vision_bytes"] = 0 if vision is None else vision.nbytes()
-    beside = data["vision_bytes"]  # bytes that are loaded with the model
+    audio = audio_config(files) if load.audio else None
+    data["audio_bytes"] = 0 if audio is None else audio.nbytes()
+    beside = data["vision_bytes"] + data["audio_bytes"]  # bytes that are loaded with the model
     helpers = [drafter_of(name, files, config, data["bytes_per_token"], kv_item) for name in named]
     pair = len(helpers) != 2 or sum("taps" in about for about, _ in helpers) == 1
     require(pair, "two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
@@ -237,6 +240,8 @@ def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
         yield "weights", f"{size(data['bytes'])}: " + ", ".join(f"{size(n)} {name}" for name, n in kinds.items())
     if data["vision_bytes"]:
         yield "vision", f"{size(data['vision_bytes'])} in 16 bits for images (--no-vision leaves it out)"
+    if data["audio_bytes"]:
+        yield "audio", f"{size(data['audio_bytes'])} in 16 bits for sound (--no-audio leaves it out)"
     if data["mmproj"]:
         yield "projector", f"{data['mmproj']} (mmproj, next to the model)"
     if card := data.get("gpu"):

@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from ..bench import predict as model_of
+from ..models.audio_config import MAX_SECONDS, AudioConfig
 from ..models.block_config import is_block
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ForeignDict
@@ -73,16 +74,24 @@ def predict(asked: PredictOptions) -> None:
     setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored)
     data = model_of.predict(setup, _accepted(asked.accept, setup, known))
     vision = translate(VisionConfig.from_hf, files) if files.gguf is None else None
+    audio = translate(AudioConfig.from_hf, files) if files.gguf is None else None
     images = model_of.image_costs(vision, setup) if vision is not None else []
+    clip = model_of.audio_cost(audio, setup) if audio is not None else None
     if asked.as_json:
-        print(json.dumps({"model": asked.model, **data, "images": [vars(cost) for cost in images]}))
+        of_media = {"images": [vars(cost) for cost in images], "sound": None if clip is None else vars(clip)}
+        print(json.dumps({"model": asked.model, **data, **of_media}))
         return
     _show(asked.model, data)
     for cost in images:
-        out.print(
-            f"image   {cost.tokens} tokens: tower {cost.tower_tflop:.2f} TFLOP, about {cost.tower_ms:.1f} ms; "
-            f"in the prompt {cost.prompt_tflop:.2f} TFLOP, about {cost.prompt_ms:.1f} ms"
-        )
+        _show_cost("image", f"{cost.tokens} tokens", cost)
+    if clip is not None:
+        _show_cost("sound", f"{MAX_SECONDS:g} s, {clip.tokens} tokens", clip)
+
+
+def _show_cost(title: str, size: str, cost: model_of.SoftCost) -> None:
+    tower = f"tower {cost.tower_tflop:.2f} TFLOP, about {cost.tower_ms:.1f} ms"
+    prompt = f"in the prompt {cost.prompt_tflop:.2f} TFLOP, about {cost.prompt_ms:.1f} ms"
+    out.print(f"{title}   {size}: {tower}; {prompt}")
 
 
 def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:

@@ -9,6 +9,7 @@ from outrider.bench.predict import (
     MACHINES,
     Acceptance,
     Setup,
+    audio_cost,
     draft_seconds,
     explain,
     image_costs,
@@ -167,3 +168,19 @@ def test_images_cost_what_their_arithmetic_says() -> None:
     assert costs[2].tower_tflop == pytest.approx(whole / 1e12)
     assert costs[2].prompt_tflop == pytest.approx(4 * costs[0].prompt_tflop, rel=0.05)
     assert costs[4].tower_ms > 4 * costs[2].tower_ms
+
+
+def test_a_clip_costs_what_its_encoder_does() -> None:
+    """Mel frames taken for tokens; the conformer's layers counted once; 12B taken for a conformer."""
+    from outrider.models.audio_config import AudioConfig
+
+    costs = {}
+    for size in ("E2B", "12B"):
+        raw = BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]
+        audio = AudioConfig.from_hf(raw)
+        assert audio is not None
+        costs[size] = audio_cost(audio, Setup(ModelConfig.from_hf(raw), None, machine("h200"), 1, 1024, 2.0))
+    assert [cost.tokens for cost in costs.values()] == [750, 750]
+    assert costs["E2B"].tower_tflop == pytest.approx(0.44, rel=0.03)  # counted in a run of transformers' tower
+    assert costs["12B"].tower_tflop == pytest.approx(2 * 750 * 640 * 3840 / 1e12)
+    assert costs["E2B"].prompt_ms > 0

@@ -59,6 +59,16 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'outrider[serve]'" in call("doctor", "--no-build").stdout  # the brackets are no markup
 
 
+def test_missing_sound_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "soundfile" else real(name, *rest)
+    )
+    _, found = findings()
+    assert found["extra audio"]["state"] == "note" and found["extra audio"]["found"] == "without soundfile"
+    assert found["extra audio"]["advice"] == "pip install 'outrider[audio]'"
+
+
 def test_shell_completion() -> None:
     words = {"COMP_WORDS": "outrider do", "COMP_CWORD": "1", "_OUTRIDER_COMPLETE": "complete_bash"}
     assert "doctor" in CliRunner().invoke(app(), [], prog_name="outrider", env=words).stdout
