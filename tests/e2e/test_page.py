@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pages import STORY, TOK, ask, expect, kinds, needs_chromium, open_page, say, shoot
+from tests.pages import STORY, TOK, ask, expect, kinds, needs_chromium, open_page, say, shoot, visit
 from tests.running import running
 from tests.server_fakes import VOCAB, FakeEngine, Served
+from tests.waiting import until
 
 from outrider.server.main import HttpServer
 from outrider.server.model_info import ServedModel
@@ -139,6 +140,27 @@ def test_server_figures_and_keyboard(page: Any) -> None:
     page.keyboard.press("Home")
     page.keyboard.press("n")
     assert page.evaluate("document.activeElement.id") == "prompt"
+
+
+def test_figures_of_a_restarted_server_are_not_negative(page: Any, site: Served) -> None:
+    readings = [(100, 1000), (100, 1400), (200, 30), (200, 60)]  # when the process started, its tokens since
+    answered: list[int] = []
+
+    def answer(route: Any) -> None:
+        start, tokens = readings[min(len(answered), len(readings) - 1)]
+        answered.append(tokens)
+        text = f"process_start_time_seconds {start}.0\noutrider_new_tokens_total {tokens}.0\n"
+        route.fulfill(body=text, content_type="text/plain")
+
+    page.route("**/metrics", answer)
+    page.clock.install()
+    visit(page, site.url)
+    page.click("#tab-server")
+    until(lambda: len(answered) >= 6 or page.clock.run_for(2000))
+    spoken = page.locator("#charts .chart svg").first
+    expect(spoken).to_have_attribute("aria-label", re.compile(r"now \d"))
+    label = spoken.get_attribute("aria-label")
+    assert "-" not in label and float(re.findall(r"highest ([0-9.]+)", label)[0]) > 100, label
 
 
 def test_phone_sized_and_light(browser: Any, site: Served) -> None:

@@ -12,6 +12,7 @@ from ..types import Json, OutriderError
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat
 from .tools import GEMMA_OPEN, JSON_CLOSE, JSON_OPEN
 
+Content = str | list[Json]  # of a message, as chat templates read it: a text, or parts with images among them
 TOOLS_PROMPT = """You can call functions. These are available:
 <tools>{tools}</tools>
 
@@ -69,8 +70,8 @@ class Dialect:
 
 
 def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates whose turns must alternate (Gemma 3, Mistral): messages of the same role in a row, as agents send
-    them, are joined, and a system message after the first turn becomes the user's."""
+    """Messages for templates whose turns must alternate (Gemma 3, Mistral): messages of the same role in a row, as
+    agents send them, are joined, and a system message after the first turn becomes the user's."""
     out: list[dict[str, Any]] = []
     for message in messages:
         role = message["role"]
@@ -78,34 +79,52 @@ def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             role = "user"
         if out and role != "tool" and out[-1]["role"] == role:
             last = out[-1]
-            texts = (out[-1]["content"], message["content"])
-            if all(isinstance(text, str) for text in texts):
-                joined: Any = "\n\n".join(filter(None, texts))
-            else:  # with images
-                joined = [p for t in texts for p in ([{"type": "text", "text": t}] if isinstance(t, str) else t)]
             calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-            out[-1] = {**last, "content": joined, **({"tool_calls": calls} if calls else {})}
+            out[-1] = {**last, "content": joined(last["content"], message["content"])}
+            if calls:
+                out[-1]["tool_calls"] = calls
         else:
             out.append({**message, "role": role})
     return out
 
 
+def joined(first: Content, second: Content) -> Content:
+    """Contents of two messages as one: texts as paragraphs, anything else as a list of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return "\n\n".join(filter(None, (first, second)))
+    return [*_parts(first), *_parts(second)]
+
+
+def enclosed(content: Content, before: str = "", after: str = "") -> Content:
+    """The content of a message between two texts."""
+    if isinstance(content, str):
+        return before + content + after
+    return [*_parts(before), *content, *_parts(after)]
+
+
+def _parts(content: Content) -> list[Json]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
+
+
 def spell_out_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """For templates that know nothing of tools: definitions go into the system message, calls and results into text."""
+    """Messages for templates without tools: definitions go into the system message, calls and results into text."""
     out = []
     for message in messages:
-        text = message["content"]
+        content: Content = message["content"]
         if message.get("tool_calls"):
-            calls = [c["function"] for c in message["tool_calls"]]
-            text += JSON_OPEN + json.dumps(calls, ensure_ascii=False) + JSON_CLOSE
+            calls = [call["function"] for call in message["tool_calls"]]
+            content = enclosed(content, after=JSON_OPEN + json.dumps(calls, ensure_ascii=False) + JSON_CLOSE)
         if message["role"] == "tool":
-            out.append({"role": "user", "content": f"<tool_response>{text}</tool_response>"})
+            result = enclosed(content, "<tool_response>", "</tool_response>")
+            out.append({"role": "user", "content": result})
         else:
-            out.append({"role": message["role"], "content": text})
+            out.append({"role": message["role"], "content": content})
     if tools:
         prompt = TOOLS_PROMPT.format(tools=json.dumps([t["function"] for t in tools], ensure_ascii=False))
         if out[0]["role"] == "system":
-            out[0] = {"role": "system", "content": f"{out[0]['content']}\n\n{prompt}"}
+            out[0] = {"role": "system", "content": enclosed(out[0]["content"], after=f"\n\n{prompt}")}
         else:
             out.insert(0, {"role": "system", "content": prompt})
     return out

@@ -243,7 +243,7 @@ class Preparer:
             options = {"enable_thinking": effort != "none", "reasoning_effort": effort, **options}
         for name in options:
             bad_if(reserved(name), f"chat_template_kwargs can't set '{name[:40]}'.", "chat_template_kwargs")
-        last = str(messages.pop()["content"]) if body.continue_final_message else ""
+        last = _text_to_continue(messages.pop()) if body.continue_final_message else ""
         begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
@@ -402,6 +402,14 @@ class Preparer:
             return GrammarSource("json_calls", _dumps(payload, "tools"), "tools")
         payload["ids"] = {tag: self._tag(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
         return GrammarSource("gemma_calls", _dumps(payload, "tools"), "tools")
+
+
+def _text_to_continue(message: dict[str, JsonValue]) -> str:
+    """The text that an answer goes on from."""
+    content = message["content"]
+    if not isinstance(content, str):
+        raise bad("continue_final_message: the message to continue may hold text only, no images.", "messages")
+    return content
 
 
 def _dumps(value: object, field: str) -> str:

@@ -14,7 +14,7 @@ from tests.server_fakes import SPECIAL, FakeEngine, tokenizer
 from outrider.engine.text import Tokenizer
 from outrider.server import ollama
 from outrider.server.anthropic import AnthropicWire
-from outrider.server.dialect import in_turns
+from outrider.server.dialect import in_turns, spell_out_tools
 from outrider.server.errors import ApiError
 from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import ModelPool
@@ -114,6 +114,39 @@ def test_agents_conversations_fit_templates_whose_turns_alternate() -> None:
     assert in_turns(seen) == [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]
     plain = Preparer(ServedModel(FakeEngine(tokenizer()), tokenizer(), 288, 4096), ServerSettings(model_name="m"))
     assert plain.conversation(ChatRequest(messages=USERS)).text.count("user") == 2, "others get them as they were sent"
+
+
+IMAGE = {"type": "image"}
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def test_tools_are_spelt_out_next_to_images() -> None:
+    function = {"name": "f", "arguments": {}}
+    messages = [
+        {"role": "system", "content": [text_part("s"), IMAGE]},
+        {"role": "assistant", "content": [IMAGE], "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": [text_part("12"), IMAGE]},
+    ]
+    system, call, result = spell_out_tools(messages, [TOOL])
+    assert system["content"][:2] == [text_part("s"), IMAGE] and '"name": "f"' in system["content"][2]["text"]
+    assert call["content"] == [IMAGE, text_part('<tool_call>[{"name": "f", "arguments": {}}]</tool_call>')]
+    parts = [text_part("<tool_response>"), text_part("12"), IMAGE, text_part("</tool_response>")]
+    assert result == {"role": "user", "content": parts}
+
+
+def test_an_answer_goes_on_from_text_only() -> None:
+    image = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+    talk = [USERS[0], {"role": "assistant", "content": [{"type": "text", "text": "a"}, image]}]
+    body = ChatRequest(messages=talk, continue_final_message=True)
+    tokens = tokenizer()
+    backend = replace(ServedModel(FakeEngine(tokens), tokens, 288, 4096), vision=object())
+    preparer = Preparer(backend, ServerSettings(model_name="m"))
+    with pytest.raises(ApiError, match=r"the message to continue may hold text only") as refused:
+        preparer.job(body)
+    assert refused.value.status == 400
 
 
 def test_each_prompt_has_the_room_behind_it() -> None:

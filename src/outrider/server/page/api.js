@@ -88,7 +88,7 @@ export const readModels = async () => (await (await get("v1/models")).json()).da
 export async function readMetrics() {
   const totals = {};
   for (const line of (await (await get("metrics")).text()).split("\n")) {
-    const match = /^outrider_(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$/.exec(line);
+    const match = /^(?:outrider_)?(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$/.exec(line);
     if (match) totals[match[1]] = (totals[match[1]] ?? 0) + Number(match[2]);
   }
   return totals;

@@ -13,6 +13,11 @@ const share =
     change(whole)(a, b) ? (scale * change(part)(a, b)) / change(whole)(a, b) + plus : null;
 const level = (name) => (a, b) => b[name] ?? 0;
 
+// Counters begin at zero again in a new process: between its first reading and the one before there is no change.
+const COUNTERS = ["new_tokens", "cycles", "prompt_tokens", "finished", "step_seconds", "ttft_seconds_count"];
+const restarted = (a, b) =>
+  a.process_start_time_seconds !== b.process_start_time_seconds || COUNTERS.some((name) => change(name)(a, b) < 0);
+
 const CHARTS = [
   [{ title: "Generated", unit: "tokens/s", floor: 10 }, rate("new_tokens")],
   [{ title: "Tokens per cycle", unit: "tokens", digits: 2 }, share("accepted", "cycles", 1, 1)],
@@ -68,7 +73,7 @@ export class Figures {
     const span = Math.max(60, (now - (h[0]?.at ?? now)) / 1000);
     for (const { chart, lines } of this.charts) {
       chart.draw(
-        lines.map((of) => h.slice(1).map((b, i) => [(b.at - now) / 1000, of(h[i], b)])),
+        lines.map((of) => h.slice(1).map((b, i) => [(b.at - now) / 1000, restarted(h[i], b) ? null : of(h[i], b)])),
         -span,
         0,
         ago,
