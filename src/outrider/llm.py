@@ -145,7 +145,8 @@ class LLM:
         """One request for each of `params.n` answers; answer i has seed + i."""
         if not isinstance(params, SamplingParams):
             raise OutriderError(f"params must be SamplingParams, got {params!r}: SamplingParams(max_tokens=...)")
-        if not isinstance(drafter, bool) and drafter not in (loaded := self.engine.controller.drafters):
+        loaded = self.engine.controller.drafters
+        if not isinstance(drafter, bool) and drafter not in loaded:
             listed = ", ".join(map(repr, loaded)) or "there is none"
             raise OutriderError(f"drafter must be True, False or one that is loaded ({listed}), got {drafter!r}")
         params.validate()

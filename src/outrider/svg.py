@@ -28,8 +28,13 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> s
     height = 400 + 20 * ((len(series) + 3) // 4)
     left = 70
     bottom = 360
-    x = lambda v: left + (WIDTH - left - 30) * (v - lo_x) / ((hi_x - lo_x) or 1.0)  # noqa: E731
-    y = lambda v: bottom - (bottom - 40) * (v - lo_y) / ((hi_y - lo_y) or 1.0)  # noqa: E731
+
+    def x(value: float) -> float:
+        return left + (WIDTH - left - 30) * (value - lo_x) / ((hi_x - lo_x) or 1.0)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - 40) * (value - lo_y) / ((hi_y - lo_y) or 1.0)
+
     label = f'role="img" aria-label="{escape(title)}"'
     out = [_open(height, label), f'<style>{STYLE}</style><text x="14" y="16" class="t">{escape(title)}</text>']
     for tick in (t for t in _ticks(lo_x, hi_x) if t == int(t)):

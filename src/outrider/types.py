@@ -80,8 +80,11 @@ class AttnSpec:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """What a checkpoint says about its text; `engine.text.Tokenizer` is made of it. `build` gives a
-    `tokenizers.Tokenizer` (late: a large vocabulary takes a second to read); None: the checkpoint has none."""
+    """A checkpoint's text settings, from which `engine.text.Tokenizer` is made.
+
+    `build` returns a `tokenizers.Tokenizer` (late: a large vocabulary takes a second to read); None: the checkpoint has
+    no tokenizer.
+    """
 
     where: str
     build: Callable[[], Tokenizer] | None

@@ -60,8 +60,8 @@ class PrefixStore:
         self._folder = folder / self._id.hex()
         with bad_input(OSError, lambda e: f"can't use the prefix store {folder}: {e.strerror or e}"):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for made in (folder, self._folder):
-                made.chmod(0o700)
+            for directory in (folder, self._folder):
+                directory.chmod(0o700)
         self._waiting: deque[tuple[int, bytes, float]] = deque()  # pages to be copied out: number, hash, time of use
         self._queued = 0  # bytes
         self._size: int | None = None  # bytes of the folder's files by our count; None: not counted yet
@@ -168,20 +168,20 @@ class PrefixStore:
 
     def _evict(self) -> None:
         """Count the folder's bytes; if too many, delete files used least recently, the deepest of a chain first."""
-        found: list[tuple[float, int, int, str]] = []
+        entries: list[tuple[float, int, int, str]] = []
         for folder in os.scandir(self._root):
             with contextlib.suppress(OSError):
                 for file in os.scandir(folder.path):
                     status = file.stat()
                     number = file.name.partition("-")[0]
                     if file.name.endswith(".kv") and number.isdigit():
-                        found.append((status.st_mtime, -int(number), status.st_size, file.path))
+                        entries.append((status.st_mtime, -int(number), status.st_size, file.path))
                     elif file.name.endswith(".part") and time.time() - status.st_mtime > 3600:
                         os.unlink(file.path)  # its server was killed
-        self._size = sum(size for _, _, size, _ in found)
+        self._size = sum(size for _, _, size, _ in entries)
         if self._size <= self._limit:
             return
-        for _, _, size, path in sorted(found):
+        for _, _, size, path in sorted(entries):
             with contextlib.suppress(FileNotFoundError):  # another server was faster
                 os.unlink(path)
             self._size -= size
@@ -257,10 +257,10 @@ class PrefixStore:
         try:
             with path.open("rb") as file, contextlib.suppress(ValueError, struct.error):  # an empty or a short file
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                magic, identity, own, crc, groups, size = HEADER.unpack_from(data)
+                magic, identity, header_bytes, crc, groups, size = HEADER.unpack_from(data)
                 names = [name for i, name in enumerate(self._names) if groups >> i & 1]
                 sizes = {name: sum(t[0].numel() for t in self._kv.layers[name]) for name in names}
-                ours = (magic, identity, own, size) == (MAGIC, self._id, key, sum(sizes.values()))
+                ours = (magic, identity, header_bytes, size) == (MAGIC, self._id, key, sum(sizes.values()))
                 whole = ours and len(data) == HEADER.size + size
                 if whole and zlib.crc32(memoryview(data)[HEADER.size :]) == crc:
                     payload = torch.frombuffer(data, dtype=torch.uint8)[HEADER.size :]

@@ -124,7 +124,10 @@ class KVStore:
         self.layers: dict[GroupName, list[Tensor]] = {name: [] for name in self.groups}
         for i, attn in specs.items():
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
-            self.keys[i], self.values[i] = keys, values = zeros(shape, dtype), zeros(shape, dtype)
+            keys = zeros(shape, dtype)
+            values = zeros(shape, dtype)
+            self.keys[i] = keys
+            self.values[i] = values
             self.layers[attn.group] += [keys.view(torch.uint8), values.view(torch.uint8)]
         self.nbytes = sum(t.nbytes for layers in self.layers.values() for t in layers)
         self._ahead: dict[GroupName, HugePageWarmer] = {}
@@ -147,9 +150,9 @@ class KVStore:
             self._ahead = {name: HugePageWarmer(layers) for name, layers in self.layers.items()}
 
     def tidy(self, unused_s: float) -> int:
-        """Where memory is allocated ahead: prefixes that were unused for the given time are evicted, and the memory of
-        free pages goes back to the system, except enough for the next sequences. Returns the bytes freed. Not while a
-        step runs."""
+        """Frees memory that was allocated ahead: evicts prefixes that were unused for the given time and returns the
+        memory of free pages to the system, except enough for the next sequences. Returns the bytes freed. Must not be
+        called while a step runs."""
         if self._ahead:
             self.prefix.drop_unused(unused_s)
         return sum(ahead.give_back(self.groups[name].pool.in_order()) for name, ahead in self._ahead.items())
@@ -269,7 +272,7 @@ class KVStore:
             return False
         if self.prefix.has_full and not parents <= entries.keys():
             return False
-        held: dict[GroupName, Iterator[int]] = {}
+        new_pages: dict[GroupName, Iterator[int]] = {}
         for name, count in wanted.items():
             rows = sorted(self.groups[name].pool.alloc() for _ in range(count))
             # all at once: a copy for each layer and page would take longer than the bytes
@@ -282,9 +285,9 @@ class KVStore:
                     to.copy_(part[done - len(to) : done].view(to.shape))
             if name in self._ahead:
                 self._ahead[name].need(rows[-1])
-            held[name] = iter(rows)
+            new_pages[name] = iter(rows)
         for parent, key, data in pages:
-            self.prefix.adopt(parent, key, {name: next(held[name]) for name in data})
+            self.prefix.adopt(parent, key, {name: next(new_pages[name]) for name in data})
         return True
 
     def close(self, seq: SeqCache) -> None:

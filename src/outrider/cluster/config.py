@@ -84,7 +84,8 @@ class ClusterConfig(BaseModel, frozen=True):
         """From a file's or a command's fields; a number may be given as text. Every error begins with `where`."""
         known = [*(name for name in cls.model_fields if name != "load"), *OPTIONS]
         options = {str(name).replace("-", "_"): value for name, value in fields.items()}
-        if unknown := [name for name in options if name not in known]:
+        unknown = [name for name in options if name not in known]
+        if unknown:
             raise OutriderError(f"{where}unknown field {unknown[0]!r}; known: {', '.join(known)}")
         require("model" in options, f"{where}model is missing: say what to load, e.g. model: smollm2")
         if options.get("tree") is False:  # how YAML reads the word `off`

@@ -223,7 +223,7 @@ class Ingress:
         return JSONResponse(body, status_code=200 if ready else 503, headers={} if ready else {"Retry-After": "5"})
 
     async def _listed(self, forward: Forward) -> Response:
-        """What a client has stored, on all replicas."""
+        """Lists a client's stored objects on all replicas."""
         answers = await self._replicas.gather(forward)
         lists = [body for status, body in answers if status == 200]
         if not lists:

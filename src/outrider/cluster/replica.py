@@ -75,7 +75,8 @@ class Replica:
                 while not out.empty():
                     ready.append(out.get_nowait())
                 ended = ready[-1] is None
-                if batch := [message for message in ready if message is not None]:
+                batch = [message for message in ready if message is not None]
+                if batch:
                     yield batch
             work.result()
         finally:

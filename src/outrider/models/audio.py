@@ -178,8 +178,8 @@ class AudioModel:
         return windows.permute(1, 0, 3, 2).contiguous()
 
     def _geometry(self, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of query i and key j of a block: the column of their distance among the distance keys [chunk, keys], and
-        whether i sees j [blocks, chunk, keys]."""
+        """Relative positions of a block's queries i and keys j: the column of their distance among the distance keys
+        [chunk, keys], and whether i sees j [blocks, chunk, keys]."""
         config = self.config
         i = torch.arange(config.chunk, device=device)[:, None]
         j = torch.arange(config.past + config.chunk, device=device)[None]

@@ -94,7 +94,7 @@ class BlockNet:
         self.call: BlockCall | None = None  # whole passes (`compiled`)
 
     def compiled(self) -> BlockNet:
-        """With passes in one call each, where the backend has them."""
+        """Runs whole passes in one call each if the backend can."""
         self.call = self.ops.compile_block(self)
         return self
 
@@ -115,8 +115,8 @@ class BlockNet:
         joined = torch.cat(parts, -1)
         if self.input_norm is not None:
             joined = ops.rms_norm(joined, self.input_norm, eps)
-        made = ops.linear(joined, self.fc)
-        return made if self.config.kind == "eagle3" else ops.rms_norm(made, self.hidden_norm, eps)
+        features = ops.linear(joined, self.fc)
+        return features if self.config.kind == "eagle3" else ops.rms_norm(features, self.hidden_norm, eps)
 
     def feature_input(self, layer: DraftLayer, ids: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """EAGLE-3: the input of attention [R, 2H], and the start of the residual stream [R, H]."""
@@ -140,8 +140,8 @@ class BlockNet:
         if self.config.kind == "eagle3":
             x, _ = self.feature_input(self.layers[0], following, x)
         for layer in self.layers:
-            made = self.ops.linear(x, layer.kv, layer.kv_bias)
-            self.ops.write_context(made, angles[layer.rope], layer.attn, kv)
+            kv_rows = self.ops.linear(x, layer.kv, layer.kv_bias)
+            self.ops.write_context(kv_rows, angles[layer.rope], layer.attn, kv)
 
     # ---- layers ---------------------------------------------------------------------------------------------------
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
@@ -150,19 +150,21 @@ class BlockNet:
         k, v = (like.new_empty((end.shape[0], spec.kv_heads, count, spec.head_dim)) for _ in range(2))
         return BlockRows(k, v, end)
 
-    def attend(self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, own: BlockRows, first: int) -> Tensor:
+    def attend(
+        self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, block: BlockRows, first: int
+    ) -> Tensor:
         """x [B·S, H'], the rows from `first` on of B blocks -> [B·S, heads·D]."""
         q = self.ops.linear(x, layer.q, layer.q_bias)
-        made = self.ops.linear(x, layer.kv, layer.kv_bias)
-        return self.ops.attend_block(q, made, angles[layer.rope], layer.attn, kv, own, first)
+        kv_rows = self.ops.linear(x, layer.kv, layer.kv_bias)
+        return self.ops.attend_block(q, kv_rows, angles[layer.rope], layer.attn, kv, block, first)
 
     def prepare(self, conv: Conv | None, h: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
         """The sublayer's input, from h [B·S, H], and the convolution kernel for its output."""
         if conv is None:
             return h, None
         dynamic = self.ops.linear(h, conv.projection).view(len(h) // slots, slots, 2, self.config.conv_taps, -1)
-        made = convolve(h.view(-1, slots, h.shape[1]), dynamic[:, :, 0], conv.base[0])
-        return made.view(h.shape), dynamic[:, :, 1]
+        convolved = convolve(h.view(-1, slots, h.shape[1]), dynamic[:, :, 0], conv.base[0])
+        return convolved.view(h.shape), dynamic[:, :, 1]
 
     def rest(
         self, layer: DraftLayer, x: Tensor, attended: Tensor, next_norm: Tensor, slots: int, kernel: Tensor | None
@@ -236,10 +238,10 @@ class BlockNet:
             mixed = torch.sigmoid(joint) * e
         elif self.config.markov == "rnn":
             joint = ops.linear(torch.cat((state, e, hidden), -1), w["markov_joint"], vector(w, "markov_joint_bias"))
-            gate, candidate, given = joint.chunk(3, -1)
+            gate, candidate, input_gate = joint.chunk(3, -1)
             gate = torch.sigmoid(gate)
             state = gate * state + (1.0 - gate) * torch.tanh(candidate)
-            mixed = torch.tanh(given)
+            mixed = torch.tanh(input_gate)
         return ops.logits(mixed, w["markov_w2"], None), state, e
 
     def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
@@ -251,11 +253,16 @@ class BlockNet:
 
 def _layer(weights: Mapping[str, DeviceWeight], i: int, config: BlockConfig, stored: AttnSpec, rope: int) -> DraftLayer:
     here = f"layers.{i}."
-    own = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
-    conv = lambda name: Conv(as_tensor(own[name]), own[name + "_projection"]) if name in own else None  # noqa: E731
+    layer_weights = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
+
+    def conv(name: str) -> Conv | None:
+        if name not in layer_weights:
+            return None
+        return Conv(as_tensor(layer_weights[name]), layer_weights[name + "_projection"])
+
     causal = config.causal[i]
     window = config.layers[i].attn.window
-    attn = BlockAttn(stored, window, causal, vector(own, "q_norm"), vector(own, "k_norm"))
-    made = {"attn": attn, "rope": rope, "attn_conv": conv("attn_conv"), "mlp_conv": conv("mlp_conv")}
-    plain = {field.name: own.get(field.name) for field in fields(DraftLayer) if field.name not in made}
-    return DraftLayer(**made, **plain)  # type: ignore[arg-type]  # as it is planned
+    attn = BlockAttn(stored, window, causal, vector(layer_weights, "q_norm"), vector(layer_weights, "k_norm"))
+    modules = {"attn": attn, "rope": rope, "attn_conv": conv("attn_conv"), "mlp_conv": conv("mlp_conv")}
+    plain = {field.name: layer_weights.get(field.name) for field in fields(DraftLayer) if field.name not in modules}
+    return DraftLayer(**modules, **plain)  # type: ignore[arg-type]  # as it is planned

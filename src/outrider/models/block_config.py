@@ -142,7 +142,7 @@ class BlockConfig:
         return _with_heads(config, extra)
 
     def bound(self, target: ModelConfig) -> BlockConfig:
-        """With the taps that this target's depth implies; raises where the drafter does not fit."""
+        """Fills in the taps that this target's depth implies; raises if the drafter does not fit."""
         reason = self.misfit(target)
         if reason is not None:
             raise OutriderError(f"this {self.kind} drafter does not fit {target.model_type}: {reason}")
@@ -153,16 +153,19 @@ class BlockConfig:
         return (1, count // 2 - 1, count - 4) if self.taps is None else self.taps
 
     def stored(self, target: ModelConfig) -> tuple[AttnSpec, ...]:
-        """Where the store keeps the drafter's layers: with the full ones, or the sliding ones if a window is no longer
-        than theirs. A target without full layers keeps its window's positions of every layer."""
+        """K/V specs of the drafter's layers.
+
+        A layer is stored with the target's full layers, or with its sliding ones if its window is not longer than
+        theirs. A target without full layers keeps its window's positions of every layer.
+        """
         windows = {target.layers[i].attn.window for i in target.kv_layers}
         sliding = next((w for w in windows if w is not None), None)
-        made = []
+        specs = []
         for i, layer in enumerate(self.layers):
-            own = layer.attn.window
-            fits = sliding is not None and (None not in windows or (own is not None and own <= sliding))
-            made.append(replace(layer.attn, kv_layer=len(target.layers) + i, window=sliding if fits else None))
-        return tuple(made)
+            window = layer.attn.window
+            fits = sliding is not None and (None not in windows or (window is not None and window <= sliding))
+            specs.append(replace(layer.attn, kv_layer=len(target.layers) + i, window=sliding if fits else None))
+        return tuple(specs)
 
     def misfit(self, target: ModelConfig) -> str | None:
         """None where the drafter can run on this target, else the reason why not."""
@@ -286,9 +289,9 @@ def _causal(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign,
     if layout == "speculators":
         open_window = bool(raw.get("sliding_window_non_causal", kind == "dflash2"))
         return tuple(near and not open_window for near in sliding)
-    told = raw.get("is_causal") if raw.get("is_causal") is not None else extra.get("causal")
-    if told is not None:
-        return (bool(told),) * len(sliding)
+    causal = raw.get("is_causal") if raw.get("is_causal") is not None else extra.get("causal")
+    if causal is not None:
+        return (bool(causal),) * len(sliding)
     return (False,) * len(sliding) if kind == "dspark" else sliding
 
 

@@ -26,16 +26,16 @@ def _w4a16(config: Foreign) -> ForeignDict:
 
 
 def _all() -> dict[str, Foreign]:
-    """With Google's QAT checkpoints of the same shapes: bfloat16 values of Q4_0, and W4A16 (no mixture)."""
-    found: dict[str, Foreign] = {}
+    """All built-in configurations, with Google's QAT checkpoints: bfloat16 values of Q4_0, and W4A16 (no mixture)."""
+    configs: dict[str, Foreign] = {}
     for size in SIZES:
         base = f"gemma-4-{size}-it"
         target, assistant = (json.loads((FOLDER / f"{name}.json").read_text()) for name in (base, f"{base}-assistant"))
         for stem in (f"google/{base}", f"google/{base}-qat-q4_0-unquantized"):
-            found |= {stem: target, f"{stem}-assistant": assistant}
+            configs |= {stem: target, f"{stem}-assistant": assistant}
         if size != "26B-A4B":
-            found[f"google/{base}-qat-w4a16-ct"] = _w4a16(target)
-    return found
+            configs[f"google/{base}-qat-w4a16-ct"] = _w4a16(target)
+    return configs
 
 
 BUILTIN_CONFIGS: Mapping[str, Foreign] = _all()

@@ -180,8 +180,8 @@ class DrafterConfig:
     def misfit(self, target: ModelConfig) -> str | None:
         """None where the drafter can run on this target, else the reason why not."""
         if self.backbone_hidden != target.hidden:
-            made = f"the drafter was made for a hidden size of {self.backbone_hidden}"
-            return f"{made}, {target.model_type} has {target.hidden}"
+            reason = f"the drafter was made for a hidden size of {self.backbone_hidden}"
+            return f"{reason}, {target.model_type} has {target.hidden}"
         if self.vocab_size != target.vocab_size:
             return f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}"
         if any(not 0 <= tap < len(target.layers) for tap in self.taps):
@@ -198,10 +198,10 @@ class DrafterConfig:
             ours = layer.attn
             theirs = target.layers[at].attn
             for what, key in (("head size", "head_dim"), ("K/V heads", "kv_heads"), ("window", "window")):
-                mine = getattr(ours, key)
+                value = getattr(ours, key)
                 its = getattr(theirs, key)
-                if mine != its:
-                    return f"drafter layer {i} expects {what} {mine}, target layer {at} has {its}"
+                if value != its:
+                    return f"drafter layer {i} expects {what} {value}, target layer {at} has {its}"
             if ours.heads % theirs.kv_heads:
                 return (
                     f"drafter layer {i}: {ours.heads} heads, not a multiple of the target's {theirs.kv_heads} K/V heads"
@@ -292,10 +292,11 @@ def _activation(name: object) -> Literal["silu", "gelu_tanh"]:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    found = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    if wrong := [v for v in found if not isinstance(v, int | float | str)]:
+    ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    wrong = [v for v in ids if not isinstance(v, int | float | str)]
+    if wrong:
         raise misread(f"a token id should be a number, got {str(wrong[0])[:40]}")
-    return tuple(int(v) for v in found)
+    return tuple(int(v) for v in ids)
 
 
 def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
@@ -364,9 +365,9 @@ def _gemma3(kind: str, raw: Foreign) -> ForeignDict:
         raise OutriderError("gemma3: soft-capped attention is Gemma 2's; this model_type does not have it")
     period = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
     kinds = raw.get("layer_types") or _every(period, _field(raw, "num_hidden_layers", int))
-    told = raw.get("rope_parameters") or {}
-    full = {"rope_theta": raw.get("rope_theta", 1e6), **(told.get("full_attention") or raw.get("rope_scaling") or {})}
-    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **(told.get("sliding_attention") or {})}
+    rope = raw.get("rope_parameters") or {}
+    full = {"rope_theta": raw.get("rope_theta", 1e6), **(rope.get("full_attention") or raw.get("rope_scaling") or {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **(rope.get("sliding_attention") or {})}
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
     body = {**sizes, **raw, "rope_parameters": {"full_attention": full, "sliding_attention": local}}
     return {"layers": _alike_layers(body, kinds, int(raw.get("sliding_window", 4096)))}
@@ -408,8 +409,8 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
         elif not drafter and kind not in owner:
             raise misread(f"layer {i} shares K/V but no {kind} layer before it owns any")
         near = None if full else window
-        own = owner.get(kind, -1)
-        attn = AttnSpec(heads, kv_heads, head_dim, own, writes, near, 1.0, k_eq_v and full, norm_v=True, eps=eps)
+        writer = owner.get(kind, -1)
+        attn = AttnSpec(heads, kv_heads, head_dim, writer, writes, near, 1.0, k_eq_v and full, norm_v=True, eps=eps)
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
     return tuple(layers)

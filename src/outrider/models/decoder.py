@@ -89,9 +89,9 @@ def gather_blocks(
         here = f"layers.{i}."
         last = i + 1 == len(layers)
         names = [f.name for f in fields(Block) if f.name not in ("spec", "rope", "next_norm")]
-        own = {name: None if name in once else weights.get(here + name) for name in names}
+        block_weights = {name: None if name in once else weights.get(here + name) for name in names}
         following = as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"])
-        blocks.append(Block(layer.attn, rope, next_norm=following, **own))  # type: ignore[arg-type]  # as it is planned
+        blocks.append(Block(layer.attn, rope, next_norm=following, **block_weights))  # type: ignore[arg-type]  # as it is planned
     return blocks
 
 
@@ -217,7 +217,7 @@ class TextModel:
         return self.all_reduce(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
 
     def mlp_end(self, block: Block) -> End:
-        """With per-layer embeddings, the layer's scalar and the next norm come after them."""
+        """Norms behind the MLP. With per-layer embeddings, the layer's scalar and the next norm come after those."""
         return (block.post_mlp_norm, *((None, None) if self.config.ple_dim else (block.scalar, block.next_norm)))
 
     def mixed(
@@ -259,8 +259,8 @@ class TextModel:
         if len(self.tokens) == 1:
             return self.ops.embed(ids, table, scale)
         lo, hi = self.tokens[self.together.tp.rank]
-        found = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
-        return self.all_reduce(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
+        rows = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
+        return self.all_reduce(rows.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
 
     def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
         """[L, R, ple]: the token's own part and a projection of its embedding, computed once per pass."""
@@ -268,9 +268,9 @@ class TextModel:
         config = self.config
         projected = ops.linear(x, source.proj)
         if len(self.tokens) > 1:  # the rows of these tokens, as a table of their own
-            own = self.rows(ids, source.table, 1.0)
+            by_token = self.rows(ids, source.table, 1.0)
             ids = torch.arange(ids.shape[0], device=ids.device)
-            source = replace(source, table=own)
+            source = replace(source, table=by_token)
         return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:

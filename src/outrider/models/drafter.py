@@ -104,5 +104,5 @@ class MTPNet:
         raise NotImplementedError("this drafter goes step by step")
 
     def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Of the last round: the best scores that parts of the head found at each step [B, steps, P], and tokens."""
+        """Best scores [B, steps, P] and their tokens, by part of the head, at each step of the last round."""
         raise NotImplementedError("this drafter goes step by step")

@@ -44,18 +44,19 @@ def target_size(height: int, width: int, tokens: int, side: int) -> tuple[int, i
 def jpeg_scans(data: bytes) -> int:
     """Up to the image's end: phones append films to their photographs, and segments hold previews."""
     at = 2
-    found = 0
+    num_scans = 0
     while (marker := JPEG_MARKER.search(data, at)) and marker[0] != b"\xff\xd9":
-        found += marker[0] == b"\xff\xda"
+        num_scans += marker[0] == b"\xff\xda"
         at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
-    return found
+    return num_scans
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
     """A file's first frame. The header is read first, so that an image that is too large is never decoded."""
     if b"<svg" in data[:1024].lower() or data[:5] == b"<?xml":
         raise ValueError("SVG images are drawings, not pixels: send PNG, JPEG or WebP")
-    if data[:2] == b"\xff\xd8" and (scans := jpeg_scans(data)) > MAX_SCANS:  # each is a pass over all pixels
+    scans = jpeg_scans(data) if data[:2] == b"\xff\xd8" else 0
+    if scans > MAX_SCANS:  # each is a pass over all pixels
         raise ValueError(f"a JPEG of {scans} scans; at most {MAX_SCANS} are read")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -110,12 +111,12 @@ def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
 
 
 # ---- the decoding process -----------------------------------------------------------------------------------------
-def answer(asked: bytes) -> bytes:
+def answer(request: bytes) -> bytes:
     """The reply to one frame: pixels, or a one-line error."""
-    tokens, side, most = HEAD.unpack_from(asked)
+    tokens, side, most = HEAD.unpack_from(request)
     try:
-        made = pixels(decode(asked[HEAD.size :], most), tokens, side)
-        return REPLY.pack(True, *made.shape[:2]) + made.tobytes()
+        result = pixels(decode(request[HEAD.size :], most), tokens, side)
+        return REPLY.pack(True, *result.shape[:2]) + result.tobytes()
     except Exception as error:
         return REPLY.pack(False, 0, 0) + (" ".join(str(error).split())[:200] or type(error).__name__).encode()
 

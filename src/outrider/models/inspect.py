@@ -1,4 +1,4 @@
-"""What a model costs, from its configuration alone: parameters, bytes streamed, K/V, arithmetic intensity. Torch-free.
+"""Costs of a model by its configuration alone: parameters, bytes streamed, K/V, arithmetic intensity. Torch-free.
 
 A pass reads every matrix of every layer, the head and one row of each table per token; of experts only the selected
 ones.
@@ -97,11 +97,11 @@ def model_size(config: ModelConfig) -> ModelSize:
     layers = [Counter[str]() for _ in config.layers]
     whole = Counter[str]()
     for name, plan in tensor_plan(config).items():
-        outer, _, rest = name.partition(".")
+        outer, _, inner = name.partition(".")
         if outer != "layers":
             whole[name] += prod(plan.shape)
             continue
-        index, _, part = rest.partition(".")
+        index, _, part = inner.partition(".")
         kind = "expert" if part.startswith("experts_") else "matrices" if plan.role == "matrix" else "small"
         layers[int(index)][kind] += prod(plan.shape)
     experts = config.moe.experts if config.moe is not None else 1
@@ -174,8 +174,11 @@ def report(
     total_bytes: float | None = None,
     kv_item: float = 2.0,
 ) -> ForeignDict:
-    """What `outrider inspect` shows. `context`: where passes are compared; weight_bytes: per weight that a token
-    reads; total_bytes: of all weights; kv_item: per number of K/V."""
+    """The figures that `outrider inspect` shows.
+
+    weight_bytes: per weight that a token reads; context: length at which passes are compared; total_bytes: of all
+    weights; kv_item: bytes per number of K/V.
+    """
     size = model_size(config)
     head = 0 if config.tied else size.embedding
     total = size.total * weight_bytes if total_bytes is None else total_bytes

@@ -279,7 +279,8 @@ def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan
         plan.add("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", "embedding")
         plan.add("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", "embedding")
         plan.add("selector", (rank, hidden), "candidate_selector.hidden_projection.weight")
-    if rank := config.markov_rank:
+    if config.markov_rank:
+        rank = config.markov_rank
         plan.add("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", "embedding")
         plan.add("markov_w2", (drafted, rank), "markov_head.markov_w2.weight")
         wide = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}

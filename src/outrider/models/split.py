@@ -88,7 +88,7 @@ def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int
     moe = config.moe
     for i, layer in enumerate(config.layers):
         here = f"layers.{i}."
-        own = _attention(cuts, here, layer, tp, f"layer {i}")
+        layer_shard = _attention(cuts, here, layer, tp, f"layer {i}")
         inner = _inner(layer.intermediate, tp, alignment(here + "down"), f"the MLP of layer {i}")
         cuts[here + "gate_up"] = cuts[here + "gate_up_bias"] = (Shard((inner,)), Shard((inner,)))
         cuts[here + "down"] = (Shard((inner,), columns=True),)
@@ -98,7 +98,7 @@ def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int
             cuts[here + "experts_gate_up"] = (Shard(((lo, hi), (wide + lo, wide + hi))),)
             cuts[here + "experts_down"] = (Shard(((lo, hi),), columns=True),)
             moe = replace(config.moe, intermediate=hi - lo)
-        layers.append(replace(own, intermediate=inner[1] - inner[0]))
+        layers.append(replace(layer_shard, intermediate=inner[1] - inner[0]))
     return replace(config, layers=tuple(layers), moe=moe), cuts
 
 
@@ -116,10 +116,10 @@ def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str)
     if attn.heads < tp.world or q == q_end:
         heads = f"{attn.heads} heads over {attn.kv_heads} K/V heads"
         raise OutriderError(f"{what} has {heads}, too few for --tensor-parallel {tp.world}: take fewer")
-    mine = Shard(((q * attn.head_dim, q_end * attn.head_dim),))
+    q_shard = Shard(((q * attn.head_dim, q_end * attn.head_dim),))
     keys = Shard(((kv * attn.head_dim, kv_end * attn.head_dim),))
-    cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (mine, *[keys] * attn.kv_parts)
-    cuts[here + "out"] = (replace(mine, columns=True),)
+    cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (q_shard, *[keys] * attn.kv_parts)
+    cuts[here + "out"] = (replace(q_shard, columns=True),)
     return replace(layer, attn=replace(attn, heads=q_end - q, kv_heads=kv_end - kv))
 
 

@@ -37,14 +37,14 @@ class ShapeGraphs:
             if pixels.shape not in self._seen or len(self._made) >= GRAPHS or pixels.numel() > 3 * GRAPH_PIXELS:
                 self._seen = {*self._seen, pixels.shape} if len(self._seen) < 1024 else set()
                 return self._run(pixels)
-            given = pixels.clone()
+            static_pixels = pixels.clone()
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._made.values()))[1].pool() if self._made else None
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                out = self._run(given)
-            self._made[pixels.shape] = given, graph, out
-        given, graph, out = self._made[pixels.shape]
-        given.copy_(pixels)
+                out = self._run(static_pixels)
+            self._made[pixels.shape] = static_pixels, graph, out
+        static_pixels, graph, out = self._made[pixels.shape]
+        static_pixels.copy_(pixels)
         graph.replay()
         return out.clone()
 
@@ -213,12 +213,17 @@ class VisionModel:
         config = self.config
         q = self.config.head_dim // 4
         pairs = torch.arange(config.head_dim, device=self.device).view(2, 2, q).transpose(0, 1).reshape(-1)
-        take = lambda name: self.weights.pop(f"{here}{name}.weight").float()  # noqa: E731
+
+        def take(name: str) -> Tensor:
+            return self.weights.pop(f"{here}{name}.weight").float()
+
+        def stack(*names: str) -> tuple[StackedLinear, ...]:
+            return self._stack([here + name for name in names])
+
         for name, heads in (("q", config.heads), ("k", config.kv_heads)):
             matrix = f"{here}self_attn.{name}_proj.linear.weight"
             self.weights[matrix] = self.weights[matrix].view(heads, config.head_dim, -1)[:, pairs].flatten(0, 1)
         norms = [take(f"{n}_layernorm") for n in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
-        stack = lambda *names: self._stack([here + name for name in names])  # noqa: E731
         attention = stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), stack("self_attn.o_proj")[0]
         mlp = stack("mlp.gate_proj", "mlp.up_proj"), stack("mlp.down_proj")[0]
         head_norms = take("self_attn.q_norm")[pairs], take("self_attn.k_norm")[pairs]
@@ -229,13 +234,13 @@ class VisionModel:
         if not self.config.clipped:
             return (StackedLinear(torch.cat(matrices), None, None),)
         bounds = [[self.weights.pop(f"{name}.{end}") for end in CLIPS] for name in names]
-        made = []
+        stacked = []
         for matrix, (_, _, *gives) in zip(matrices, bounds):
-            made.append([matrix, *(bound.expand(matrix.shape[0]).contiguous() for bound in gives)])
+            stacked.append([matrix, *(bound.expand(matrix.shape[0]).contiguous() for bound in gives)])
         reads = [(float(low), float(high)) for low, high, *_ in bounds]
         if len(set(reads)) > 1:
-            return tuple(StackedLinear(w, r, (low, high)) for (w, low, high), r in zip(made, reads))
-        weight, low, high = (torch.cat(parts) for parts in zip(*made))
+            return tuple(StackedLinear(w, r, (low, high)) for (w, low, high), r in zip(stacked, reads))
+        weight, low, high = (torch.cat(parts) for parts in zip(*stacked))
         return (StackedLinear(weight, reads[0], (low, high)),)
 
 

@@ -106,7 +106,7 @@ class AdapterSlots:
         return SlotWeight(a, b, like.float().view(0, len(rows)), rows)
 
     def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
-        """The same with more slots or a larger rank."""
+        """A copy with more slots or a larger rank."""
         more = self.count - known.a.shape[0]
         wider = rank - known.a.shape[2]
         a = F.pad(known.a, (0, 0, 0, wider, 0, 0, 0, more))
@@ -148,7 +148,7 @@ def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, i
 
 
 class SlotOps(AdaptedOps):
-    """The same with the slots' adapters. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
+    """Ops with the adapters of the slots. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
         super().__init__(base, names, {})

@@ -1,4 +1,4 @@
-"""What backends and their callers exchange: arguments and results of ops, and a backend's capabilities.
+"""The interface of backends: arguments and results of ops, and a backend's capabilities.
 
 The ops themselves are the methods of `Backend` (ops.reference). What a backend can do is in its `Capabilities`: limits
 that follow from kernels are stated only there.
@@ -42,7 +42,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows a product y = x · wᵀ: + bias, then act(y) * mul, or with `act` alone act(gate) * up; softcap."""
+    """Steps after a product y = x · wᵀ: + bias, then act(y) * mul, or with `act` alone act(gate) * up; softcap."""
 
     bias: Tensor | None = None
     mul: Tensor | None = None
@@ -72,7 +72,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MoeResidual:
-    """What follows experts and dense MLP: a norm of each, and the residual step of their sum (`residual_norm`)."""
+    """Steps after experts and dense MLP: a norm of each, and the residual step of their sum (`residual_norm`)."""
 
     dense_norm: Tensor
     routed_norm: Tensor
@@ -93,7 +93,7 @@ class MoeLayer:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend guarantees. The defaults guarantee nothing."""
+    """Guarantees of a backend. The defaults guarantee nothing."""
 
     # A pass of at most this many rows is row-invariant: the bits of a row do not depend on the others or their number.
     # 0: never promised. The engine keeps decode steps within it (where it is not 0), and packs prompts up to it.

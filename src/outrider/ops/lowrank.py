@@ -101,16 +101,16 @@ class AdaptedOps:
         return out
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-        made = self.product(x, w, Epilogue(bias))
-        return self.base.linear(x, w, bias) if made is None else made
+        result = self.product(x, w, Epilogue(bias))
+        return self.base.linear(x, w, bias) if result is None else result
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
-        made = self.product(x, w, Epilogue(act=act))
-        return self.base.gated_linear(x, w, act) if made is None else made
+        result = self.product(x, w, Epilogue(act=act))
+        return self.base.gated_linear(x, w, act) if result is None else result
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
-        made = self.product(x, w, Epilogue(act=act, mul=y))
-        return self.base.linear_act_mul(x, w, y, act) if made is None else made
+        result = self.product(x, w, Epilogue(act=act, mul=y))
+        return self.base.linear_act_mul(x, w, y, act) if result is None else result
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
@@ -124,18 +124,18 @@ class AdaptedOps:
         dense = self.linear(self.gated_linear(h, gate_up, layer.experts.act), down)
         out = base.moe_next_to(dense, router_in, x, stream, layer)
         if rows.shape[0] < x.shape[0]:
-            kept = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
-            kept[rows] = False
-            few = base.moe_with_shared_mlp(router_in[kept], x[kept], h[kept], stream[kept], layer)
+            unchanged = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+            unchanged[rows] = False
+            few = base.moe_with_shared_mlp(router_in[unchanged], x[unchanged], h[unchanged], stream[unchanged], layer)
             for whole, part in zip(out, few):
-                whole[kept] = part
+                whole[unchanged] = part
         return out
 
     def touched(self, x: Tensor, *weights: DeviceWeight) -> Tensor | None:
         """The rows of x for which one of the weights is changed; None: there are none."""
-        found = [rows for w in weights for rows, _ in self.changes(w)]
-        if not found:
+        ranges = [rows for w in weights for rows, _ in self.changes(w)]
+        if not ranges:
             return None
-        if any(rows is None for rows in found):
+        if any(rows is None for rows in ranges):
             return torch.arange(x.shape[0], device=x.device)
-        return torch.cat([rows for rows in found if rows is not None]).unique()
+        return torch.cat([rows for rows in ranges if rows is not None]).unique()

@@ -77,7 +77,10 @@ def block_context(attn: BlockAttn, kv: KVView, end: Tensor) -> tuple[Tensor, Ten
     there = at < end[:, None]
     if back is not None:
         there &= at > end[:, None] - back
-    rows = lambda t: decoded(t[pages], spec.head_dim).transpose(1, 2).flatten(2, 3)  # noqa: E731
+
+    def rows(t: Tensor) -> Tensor:
+        return decoded(t[pages], spec.head_dim).transpose(1, 2).flatten(2, 3)
+
     return rows(keys), rows(values), torch.where(there, at, -1)
 
 
@@ -178,8 +181,8 @@ class ReferenceOps(TreeOps):
 
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
         """y [R, out] + scale · B (A x) in the given rows (None: in all), which may be written into y."""
-        own = x if rows is None else x[rows]
-        delta = self.linear(self.linear(own, part.a), part.b).float() * part.scale
+        inputs = x if rows is None else x[rows]
+        delta = self.linear(self.linear(inputs, part.a), part.b).float() * part.scale
         if rows is None:
             return (y.float() + delta).to(y.dtype)
         y[rows] = (y[rows].float() + delta).to(y.dtype)
@@ -243,7 +246,8 @@ class ReferenceOps(TreeOps):
             for i, width in enumerate(change.rows if slot >= 0 else ()):
                 cols = slice(at, at + width)
                 at = at + width
-                if (factor := float(change.scale[slot, i])) != 0.0:
+                factor = float(change.scale[slot, i])
+                if factor != 0.0:
                     delta = self.linear(self.linear(x[rows], change.a[slot, i]), change.b[slot, cols]).float()
                     y[rows, cols] = (y[rows, cols].float() + delta * factor).to(y.dtype)
         if end.mul is not None:
@@ -297,13 +301,19 @@ class ReferenceOps(TreeOps):
         values = kv.values[spec.kv_layer]
         assert keys is not None and values is not None
         pages = kv.tables[spec.group][seq, : -(-count // kv.page_size)].long()
-        rows = lambda t: t[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]  # noqa: E731
+
+        def rows(t: Tensor) -> Tensor:
+            return t[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]
+
         return rows(keys), rows(values)
 
     def rotate_heads(
         self, qkv: Tensor, angles: Angles, norms: tuple[Tensor, Tensor], heads: tuple[int, int], eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a vision tower's qkv [P, (heads + 2 kv heads)·D]: norm and rotate q and k, norm v; [P, heads, D] each."""
+        """Norms and rotates q and k, and norms v, of a vision tower's qkv [P, (heads + 2 kv heads)·D].
+
+        Returns [P, heads, D] each.
+        """
         q, k, v = qkv.unflatten(-1, (-1, norms[0].shape[0])).split((heads[0], heads[1], heads[1]), 1)
         q, k = (rotate(self.rms_norm(t, w, eps), *angles) for t, w in zip((q, k), norms))
         return q, k, self.rms_norm(v, None, eps)
@@ -340,49 +350,53 @@ class ReferenceOps(TreeOps):
         return mixed.reshape(rows, -1).to(q.dtype)
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
-        """As `attend`, of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and
-        the window bounds only those before it."""
+        """Attention of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and the
+        window bounds only the keys before a row."""
         return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
 
-    def keys_values(self, made: Tensor, angles: Angles, k_norm: Tensor | None, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-        """K and V [R, kv_heads, D] of their product made [R, ·]: k and then v, unless v is the raw k."""
-        parts = made.view(made.shape[0], -1, spec.head_dim)
+    def keys_values(
+        self, kv_rows: Tensor, angles: Angles, k_norm: Tensor | None, spec: AttnSpec
+    ) -> tuple[Tensor, Tensor]:
+        """K and V [R, kv_heads, D] of their product kv_rows [R, ·]: k and then v, unless v is the raw k."""
+        parts = kv_rows.view(kv_rows.shape[0], -1, spec.head_dim)
         raw_k = parts[:, : spec.kv_heads]
         raw_v = parts[:, 0 if spec.k_eq_v else spec.kv_heads :]
         k = raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps)
         return self.rotate(k, *angles), self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
 
-    def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
+    def write_context(self, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         """A block drafter's K/V of committed positions, from their product (`keys_values`), at the rows' positions."""
         keys = kv.keys[attn.spec.kv_layer]
         values = kv.values[attn.spec.kv_layer]
         assert keys is not None and values is not None
-        k, v = self.keys_values(made, angles, attn.k_norm, attn.spec)
+        k, v = self.keys_values(kv_rows, angles, attn.k_norm, attn.spec)
         page = kv.tables[attn.spec.group][kv.row_seq, kv.positions // kv.page_size].long()
         slot = kv.positions % kv.page_size
         keys[page, :, slot] = encoded(k, keys)
         values[page, :, slot] = encoded(v, values)
 
     def attend_block(
-        self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+        self, q: Tensor, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, block: BlockRows, first: int
     ) -> Tensor:
-        """Attention of a block drafter. q [B·S, heads·D] and the product made [B·S, ·] of K and V (`keys_values`),
-        before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `own`; each row
-        sees the positions of `kv` before its block and the rows of `own` so far, as `attn` says -> [B·S, heads·D]."""
+        """Attention of a block drafter. q [B·S, heads·D] and the product kv_rows [B·S, ·] of K and V (`keys_values`),
+        before norms and rotation: the rows `first`, `first` + 1, … of B blocks. Their K/V goes into `block`; each row
+        sees the positions of `kv` before its block and the rows of `block` so far, as `attn` says -> [B·S, heads·D]."""
         spec = attn.spec
-        size, kv_heads, _, dim = own.keys.shape
+        size, kv_heads, _, dim = block.keys.shape
         slots = q.shape[0] // size
         end = first + slots
         q = q.view(-1, spec.heads, dim)
         q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), *angles)
-        for to, rows in zip((own.keys, own.values), self.keys_values(made, angles, attn.k_norm, spec), strict=True):
+        for to, rows in zip(
+            (block.keys, block.values), self.keys_values(kv_rows, angles, attn.k_norm, spec), strict=True
+        ):
             to[:, :, first:end] = rows.view(size, slots, kv_heads, dim).transpose(1, 2)
-        keys, values, places = block_context(attn, kv, own.end)
-        keys = torch.cat((keys.to(q.dtype), own.keys[:, :, :end]), 2)
-        values = torch.cat((values.to(q.dtype), own.values[:, :, :end]), 2)
-        block = own.end[:, None] + torch.arange(end, device=q.device)  # [B, first + S]
-        places = torch.cat((places, block), 1)[:, None]  # [B, 1, N]
-        behind = block[:, first:, None] - places  # [B, S, N]
+        keys, values, places = block_context(attn, kv, block.end)
+        keys = torch.cat((keys.to(q.dtype), block.keys[:, :, :end]), 2)
+        values = torch.cat((values.to(q.dtype), block.values[:, :, :end]), 2)
+        positions = block.end[:, None] + torch.arange(end, device=q.device)  # [B, first + S]
+        places = torch.cat((places, positions), 1)[:, None]  # [B, 1, N]
+        behind = positions[:, first:, None] - places  # [B, S, N]
         seen = (places >= 0).expand_as(behind)
         if attn.causal:
             seen = seen & (behind >= 0)
@@ -426,14 +440,14 @@ class ReferenceOps(TreeOps):
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe)."""
+        """`residual_norm` of stream [R, H] and y = norm(mlp(h)) + norm(moe)."""
         dense = self.linear(self.gated_linear(h, layer.mlp[0], layer.experts.act), layer.mlp[1])
         return self.moe_next_to(dense, router_in, x, stream, layer)
 
     def moe_next_to(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        """The same, where the dense MLP's output is known."""
+        """`moe_with_shared_mlp` if the dense MLP's output is known."""
         routed = self.moe(router_in, x, layer.experts)
         end = layer.end
         dense = self.rms_norm(dense, end.dense_norm, end.eps)

@@ -86,7 +86,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Certification:
-    """What was run on a machine, and with which result."""
+    """Results of the checks that were run on a machine."""
 
     machine: str
     date: str
@@ -107,7 +107,7 @@ class Certification:
         return min([promised, *limits])
 
     def with_results(self, results: Iterable[Result]) -> Certification:
-        """The same with newer results, which replace older ones of their probes."""
+        """A copy with newer results, which replace older ones of their probes."""
         newer = tuple(results)
         replaced = {result.probe for result in newer}
         older = tuple(result for result in self.results if result.probe not in replaced)

@@ -23,12 +23,12 @@ BRANCH = 4  # tokens after each
 
 def max_nodes(depth: int) -> int:
     """Nodes of a tree of this depth: BRANCH after the newest token, then after each of the WIDTH likeliest."""
-    found = 0
+    num_nodes = 0
     front = 1
     for _ in range(depth):
-        found = found + BRANCH * front
+        num_nodes = num_nodes + BRANCH * front
         front = min(WIDTH, BRANCH * front)
-    return found
+    return num_nodes
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ class TreeOps:
         chance = (front.chance[:, :, None] * sure).view(batch, wide)
         chain = (front.chain[:, :, None] * (torch.arange(BRANCH, device=z.device) == 0)).view(batch, wide)
         here = slice(first, first + wide)
-        nodes.tokens[:, here], nodes.chance[:, here], nodes.chain[:, here] = tokens, chance, chain
+        nodes.tokens[:, here] = tokens
+        nodes.chance[:, here] = chance
+        nodes.chain[:, here] = chain
         nodes.parents[:, here] = front.node.repeat_interleave(BRANCH, 1)
         pick = chance.sort(dim=1, descending=True, stable=True).indices[:, :WIDTH]
         rows = torch.arange(batch, device=z.device)[:, None] * WIDTH + pick // BRANCH
@@ -136,27 +138,27 @@ class TreeOps:
         best = scores.topk(BRANCH, dim=-1).indices  # [B, D, BRANCH]
         sure = scores.softmax(-1).gather(2, best).nan_to_num(0.0)
         path = sure[:, :, 0].cumprod(1)
-        given = torch.cat((torch.ones_like(path[:, :1]), path[:, :-1]), 1)
+        reach = torch.cat((torch.ones_like(path[:, :1]), path[:, :-1]), 1)
         levels = torch.arange(depth, device=device)[:, None].expand(depth, BRANCH).reshape(1, -1)
         first = (torch.arange(depth * BRANCH, device=device) % BRANCH == 0).to(torch.int32)
         parents = torch.where(levels > 0, (levels - 1) * BRANCH, -1)
         tokens = ids.gather(2, best).to(torch.int64).flatten(1)
-        chance = (given[:, :, None] * sure).flatten(1)
+        chance = (reach[:, :, None] * sure).flatten(1)
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
         """The `count` likeliest nodes, with their parents, which are no less likely and come before them."""
-        batch, found = nodes.tokens.shape
+        batch, num_candidates = nodes.tokens.shape
         device = nodes.tokens.device
         rows = count + 1
-        kept = nodes.chance.sort(dim=1, descending=True, stable=True).indices[:, :count]
-        order = torch.where(nodes.chain.gather(1, kept) > 0, kept, kept + found)
-        kept = kept.gather(1, order.sort(1).indices)  # [B, N]
-        follows = nodes.parents.gather(1, kept)
-        number = (follows[:, :, None] == kept[:, None, :]).to(torch.int64).argmax(-1) + 1
+        best = nodes.chance.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        order = torch.where(nodes.chain.gather(1, best) > 0, best, best + num_candidates)
+        best = best.gather(1, order.sort(1).indices)  # [B, N]
+        follows = nodes.parents.gather(1, best)
+        number = (follows[:, :, None] == best[:, None, :]).to(torch.int64).argmax(-1) + 1
         # [B, N + 1] within the sequence
-        parent_rows = torch.cat((torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1)
-        deep = torch.cat((torch.zeros_like(kept[:, :1]), kept // (found // depth) + 1), 1)
+        parent_rows = torch.cat((torch.zeros_like(best[:, :1]), torch.where(follows < 0, 0, number)), 1)
+        deep = torch.cat((torch.zeros_like(best[:, :1]), best // (num_candidates // depth) + 1), 1)
         up = [torch.arange(rows, device=device).expand(batch, rows)]
         for _ in range(depth):
             up.append(parent_rows.gather(1, up[-1]))
@@ -164,7 +166,7 @@ class TreeOps:
         ancestors = torch.stack(up, 2).gather(2, at).to(torch.int32)  # [B, N + 1, D + 1]
         first = torch.arange(batch, device=device)[:, None] * rows
         over = torch.where(torch.arange(rows, device=device) == 0, -1, parent_rows + first)
-        return TreeRows(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
+        return TreeRows(nodes.tokens.gather(1, best), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
 
     def accept_path(
         self, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None

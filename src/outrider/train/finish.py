@@ -238,7 +238,8 @@ def figures(result: Json) -> str:
             tokens_per_cycle = {int(k): v for k, v in result[view]["tokens_per_cycle"].items()}
             cells = " | ".join(f"{tokens_per_cycle[k]:.3f}" if k in tokens_per_cycle else "" for k in COLUMNS)
             lines.append(f"| {title} | {cells} | {result[view]['acceptance_by_position'][0]:.3f} |")
-    if counted := result.get("clustered", result.get("full")):
+    counted = result.get("clustered", result.get("full"))
+    if counted:
         share = f"A draft {result.get('draft_unit', 'step')} reads {result['draft_step_share']:.2%} of a target step."
         lines += ["", f"{counted['answers']} greedy answers, {counted['tokens']} tokens. {share}"]
     return "\n".join(lines)

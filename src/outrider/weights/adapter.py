@@ -67,13 +67,13 @@ class LoraFile:
 
     def digest(self) -> bytes:
         """A hash of the content: K/V that was computed with other values must never be reused for this adapter."""
-        made = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         for name in sorted(self.updates):
             one = self.updates[name]
-            made.update(f"{name} {one.scale!r} {one.a.dtype} {tuple(one.a.shape)} {tuple(one.b.shape)}\n".encode())
+            hasher.update(f"{name} {one.scale!r} {one.a.dtype} {tuple(one.a.shape)} {tuple(one.b.shape)}\n".encode())
             for matrix in (one.a, one.b):
-                made.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())
-        return made.digest()
+                hasher.update(matrix.contiguous().view(torch.uint8).numpy().tobytes())
+        return hasher.digest()
 
 
 def adapted_hash(base: str, digest: bytes) -> str:
@@ -98,15 +98,15 @@ def load_adapter(
     halves = ops.capabilities.holds_halves and dtype == torch.float32
     out: dict[str, LowRank] = {}
     for canonical, plan in tensor_plan(config).items():
-        found = [file.updates.get(source) for source in plan.sources]
-        if not any(found):
+        updates = [file.updates.get(source) for source in plan.sources]
+        if not any(updates):
             continue
-        kinds = {u.a.dtype for u in found if u is not None}
-        kept = kinds.pop() if halves and len(kinds) == 1 else dtype
+        kinds = {u.a.dtype for u in updates if u is not None}
+        stored_dtype = kinds.pop() if halves and len(kinds) == 1 else dtype
         none = [LoraUpdate(torch.zeros(0, columns), torch.zeros(rows, 0), 0.0) for rows, columns in plan.source_shapes]
-        every = [update or nothing for update, nothing in zip(found, none)]
-        a = torch.cat([u.a.to(kept) for u in every])
-        b = torch.block_diag(*[u.b.to(kept) for u in every])
+        every = [update or nothing for update, nothing in zip(updates, none)]
+        a = torch.cat([u.a.to(stored_dtype) for u in every])
+        b = torch.block_diag(*[u.b.to(stored_dtype) for u in every])
         scale = torch.cat([torch.full((u.b.shape[0],), u.scale) for u in every])
         pieces = [(u.b.shape[0], u.b.shape[1]) for u in every]
         out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces, bases.get(canonical))
@@ -138,10 +138,10 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         raise OutriderError(f"{folder} has no {TENSORS}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
     pairs: Pairs = {}
     for key, entry in read_header(folder / TENSORS).items():
-        found = KEY.fullmatch(key)
-        if found is None:
+        match = KEY.fullmatch(key)
+        if match is None:
             raise OutriderError(f"{folder}: tensor {key[:120]} is no LoRA matrix, which is not supported")
-        pairs.setdefault(found[1], {})[found[2]] = (key, entry)
+        pairs.setdefault(match[1], {})[match[2]] = (key, entry)
     updates = dict[str, LoraUpdate]()
     sources = _sources(config)
     skipped = 0
@@ -164,8 +164,9 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
 def _check_settings(where: Path, settings: ForeignDict) -> None:
     if settings.get("peft_type") != "LORA":
         raise OutriderError(f"{where}: peft_type {str(settings.get('peft_type'))[:40]!r} is not supported, LORA is")
-    if found := next((key for key in REFUSED if settings.get(key)), None):
-        raise OutriderError(f"{where}: {found} is not supported")
+    refused = next((key for key in REFUSED if settings.get(key)), None)
+    if refused:
+        raise OutriderError(f"{where}: {refused} is not supported")
     if settings.get("bias", "none") != "none":
         raise OutriderError(f"{where}: bias {str(settings['bias'])[:40]!r} is not supported")
     start = str(settings.get("init_lora_weights", True)).lower()
@@ -200,7 +201,8 @@ def _check_complete(
     if not isinstance(listed, list) or any(settings.get(key) is not None for key in limits):
         return
     ends = tuple(f".{name}.weight" for name in listed)
-    if missing := next((s for s in sources if s.endswith(ends) and s not in updates), None):
+    missing = next((s for s in sources if s.endswith(ends) and s not in updates), None)
+    if missing:
         raise OutriderError(f"{folder} holds nothing for {missing}, which it adapts: cut, or made for another base")
 
 
@@ -235,11 +237,11 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
 # ---- both -----------------------------------------------------------------------------------------------------------
 def _sources(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """{tensor of the base: its shape}, () where adapters of it are not supported."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for canonical, plan in tensor_plan(config).items():
         fits = ADAPTABLE.fullmatch(canonical) is not None
-        found |= {s: shape if fits else () for s, shape in zip(plan.sources, plan.source_shapes)}
-    return found
+        shapes |= {s: shape if fits else () for s, shape in zip(plan.sources, plan.source_shapes)}
+    return shapes
 
 
 def _matrix(where: Path, key: str, entry: TensorEntry) -> Tensor:

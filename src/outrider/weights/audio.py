@@ -98,8 +98,8 @@ def load_audio(
     weights: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         require(name in readers, f"{where}: tensor {name} is missing from the checkpoint's audio weights; {WITHOUT}")
-        kept = torch.float32 if name.endswith("per_dim_scale") else dtype
-        weights[name] = torch.empty(shape, dtype=kept, device=device)
+        weight_dtype = torch.float32 if name.endswith("per_dim_scale") else dtype
+        weights[name] = torch.empty(shape, dtype=weight_dtype, device=device)
         weights[name].copy_(readers.pop(name)().view(shape))
     if readers:
         raise OutriderError(
@@ -109,7 +109,7 @@ def load_audio(
 
 
 def _stored(files: Files, config: AudioConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
-    """Where the safetensors lie, and a reader for each audio tensor."""
+    """The place of the safetensors, and a reader for each audio tensor."""
     source = open_source(files)
     shapes = config.tensors()
     readers: dict[str, Callable[[], Tensor]] = {}

@@ -42,9 +42,12 @@ def from_folder(path: Path, name: str) -> Files:
         if len(inside) == 1:
             return from_gguf(inside[0], name)
         folders = [p.parent for where in ("*", "snapshots/*") for p in sorted(path.glob(f"{where}/config.json"))]
-        if found := [str(p.relative_to(path)) for p in (*inside, *folders)]:
-            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            raise OutriderError(f"{path} has no config.json, but holds {', '.join(found[:4])}{more}: name one of them")
+        candidates = [str(p.relative_to(path)) for p in (*inside, *folders)]
+        if candidates:
+            more = f" and {len(candidates) - 4} more" if len(candidates) > 4 else ""
+            raise OutriderError(
+                f"{path} has no config.json, but holds {', '.join(candidates[:4])}{more}: name one of them"
+            )
         raise OutriderError(f"{path} has no config.json: is it a checkpoint folder?")
     config = read_json(path / "config.json")
     if (path / "generation_config.json").is_file():
@@ -62,8 +65,8 @@ def from_gguf(path: Path, name: str) -> Files:
 
 def same_tokens(a: Files, b: Files) -> bool:
     """Whether two tokenizers agree up to padding and a few added tokens, drafts of which are rejected."""
-    builders = [build for files in (a, b) if (build := text_files(files).build) is not None]
-    vocabs = [build().get_vocab(with_added_tokens=True).items() for build in builders]
+    builders = [text_files(files).build for files in (a, b)]
+    vocabs = [build().get_vocab(with_added_tokens=True).items() for build in builders if build is not None]
     return len(vocabs) == 2 and len(vocabs[0] & vocabs[1]) >= 0.99 * max(map(len, vocabs))
 
 
@@ -84,7 +87,7 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
 
 
 def model_config(files: Files) -> ModelConfig:
-    """Of a model to run. An EAGLE-3 drafter says that it is a Llama."""
+    """Configuration of a model to run; refuses drafters. (An EAGLE-3 drafter says that it is a Llama.)"""
     require(not is_block(files.config), f"{files.name} is a drafter, not a target: pass it with --drafter")
     return translate(ModelConfig.from_hf, files)
 
@@ -146,7 +149,8 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
     if isinstance(template, list):  # several named ones
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
         template = named[0].get("template") if named else None
-    if (jinja := folder / "chat_template.jinja").is_file():
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
         with bad_input(UnicodeDecodeError, lambda error: f"{jinja} is not UTF-8: {error.reason}"):
             template = jinja.read_text(encoding="utf-8")
     both = {**text_part(config), **{k: v for k, v in config.items() if v is not None}}
@@ -165,7 +169,9 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
 
 
 def sampling_of(folder: Path) -> dict[str, float]:
-    """Of generation_config.json. With `do_sample: false` they have no effect, as in transformers."""
+    """Sampling settings of generation_config.json. With `do_sample: false` they have no effect, as in transformers."""
     path = folder / "generation_config.json"
-    given = read_json(path) if path.is_file() else {}
-    return advised(given, {name: name for name in RANGES}, str(path)) if given.get("do_sample") is not False else {}
+    settings = read_json(path) if path.is_file() else {}
+    return (
+        advised(settings, {name: name for name in RANGES}, str(path)) if settings.get("do_sample") is not False else {}
+    )

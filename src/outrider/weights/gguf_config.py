@@ -81,15 +81,15 @@ def hf_name(name: str, arch: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
     prefix = ""
     stems = TOP
-    rest = name
+    suffix = name
     if name.startswith("blk."):
-        _, index, rest = (name.split(".", 2) + ["", ""])[:3]
+        _, index, suffix = (name.split(".", 2) + ["", ""])[:3]
         norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
         prefix = f"model.layers.{index}."
         stems = LAYER | {"ffn_norm": norm}
-    stem, _, tail = rest.rpartition(".")
-    if rest in WHOLE:
-        return prefix + WHOLE[rest]
+    stem, _, tail = suffix.rpartition(".")
+    if suffix in WHOLE:
+        return prefix + WHOLE[suffix]
     return f"{prefix}{stems[stem]}.{tail}" if stem in stems else name
 
 
@@ -157,11 +157,11 @@ class _Meta:
 
 
 def eos_ids(file: GGUF) -> list[int]:
-    found = [file.meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    ids = [file.meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     tokens = file.meta.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
-        found += [i for i, token in enumerate(tokens) if token in TURN_ENDS]
-    return list(dict.fromkeys(t for t in found if type(t) is int))
+        ids += [i for i, token in enumerate(tokens) if token in TURN_ENDS]
+    return list(dict.fromkeys(t for t in ids if type(t) is int))
 
 
 def hf_config(file: GGUF) -> ForeignDict:

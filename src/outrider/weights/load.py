@@ -51,8 +51,8 @@ def load_target(
     **how: Unpack[LoadOptions],
 ) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:
     files = hub.resolve(name, "model", weights=how.get("load_format") != "dummy")
-    own, weights = load(files, model_config(files), device, dtype, ops, **how)
-    return own, weights, text_files(files)
+    config, weights = load(files, model_config(files), device, dtype, ops, **how)
+    return config, weights, text_files(files)
 
 
 def load_drafter(
@@ -84,13 +84,13 @@ def load(
         raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
     how = recipe(files.config, files.name)
     if options.get("load_format") == "dummy":
-        own, cuts = divided(config, tp, lambda name: 32 if quantize is not None or how is not None else 1)
-        return own, dummy_weights(config, device, dtype, ops, quantize, options.get("seed", 0), how, cuts)
+        rank_config, cuts = divided(config, tp, lambda name: 32 if quantize is not None or how is not None else 1)
+        return rank_config, dummy_weights(config, device, dtype, ops, quantize, options.get("seed", 0), how, cuts)
     source = open_source(files)
     plans = tensor_plan(config, source.entries)
     pieces = check(source, plans, config, how)
     least = 1 if quantize is None else 32  # it will be quantised in groups of 32
-    own, cuts = divided(config, tp, lambda name: aligned(pieces[name], least))
+    rank_config, cuts = divided(config, tp, lambda name: aligned(pieces[name], least))
     kinds = {entry.kind for each in pieces.values() for piece in each for entry in piece.entries}
     stored = sorted(kind for kind in kinds if kind in BLOCKS)
     if quantize is not None and stored and isinstance(config, ModelConfig):
@@ -115,7 +115,7 @@ def load(
                 piece.release()
             weights[name] = weight if keep is None else keep(name, weight)
             advance(sum(p.nbytes for p in pieces[name]))
-    return own, weights
+    return rank_config, weights
 
 
 @contextmanager

@@ -61,8 +61,10 @@ def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: 
     return columns // group if group else 1
 
 
-def integers(where: str, shape: Shape, bits: int, group: int, made: dict[str, Tensor], index: Tensor | None) -> Weight:
-    """made: q, scale and zero as in `IntegerFormat`. index [K]: each column's group; columns are sorted by it."""
+def integers(
+    where: str, shape: Shape, bits: int, group: int, tensors: dict[str, Tensor], index: Tensor | None
+) -> Weight:
+    """tensors: q, scale and zero as in `IntegerFormat`. index [K]: each column's group; columns are sorted by it."""
     columns = torch.arange(shape[-1])
     ordered = False
     if index is not None and group and (index != columns // group).any():
@@ -70,9 +72,9 @@ def integers(where: str, shape: Shape, bits: int, group: int, made: dict[str, Te
         ordered = True
         if not torch.equal(index.long()[order], columns // group):
             raise OutriderError(f"{where}: its g_idx does not give every group {group} columns")
-        values = (halves(made["q"]) if bits == 4 else made["q"])[..., order]
-        made |= {"q": (pairs(values) if bits == 4 else values).contiguous(), "order": order.int()}
-    return Weight(IntegerFormat(bits, group, "zero" in made, ordered, made["scale"].dtype), shape, made)
+        values = (halves(tensors["q"]) if bits == 4 else tensors["q"])[..., order]
+        tensors |= {"q": (pairs(values) if bits == 4 else values).contiguous(), "order": order.int()}
+    return Weight(IntegerFormat(bits, group, "zero" in tensors, ordered, tensors["scale"].dtype), shape, tensors)
 
 
 def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> QuantReader:
@@ -81,22 +83,22 @@ def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> Qua
         groups = groups_of(where, shape, group, 1, 32 // bits)
         packed = expect(where, tensors, "weight_packed", (*outer, rows, columns * bits // 32), "int32")
         scale = expect(where, tensors, "weight_scale", (*outer, rows, groups), FLOATS)
-        made = {"q": packed.contiguous().view(torch.uint8), "scale": scale}
+        fields = {"q": packed.contiguous().view(torch.uint8), "scale": scale}
         if not symmetric:
             if "weight_zero_point" not in tensors:
                 raise OutriderError(f"{where}: its weight_zero_point is missing, and the scheme is not symmetric")
             zero = expect(where, tensors, "weight_zero_point", (*outer, -(-rows * bits // 32), groups), "int32")
-            made["zero"] = unpack(zero.transpose(-1, -2), bits)[..., :rows].transpose(-1, -2).contiguous()
+            fields["zero"] = unpack(zero.transpose(-1, -2), bits)[..., :rows].transpose(-1, -2).contiguous()
         index = None
         if "weight_g_idx" in tensors and group:
             index = expect(where, tensors, "weight_g_idx", (columns,), "int32 int64")
             index = index if int(index.min()) >= 0 else None  # -1: it was never set
-        return integers(where, shape, bits, group, made, index)
+        return integers(where, shape, bits, group, fields, index)
 
     name = f"compressed-tensors pack-quantized int{bits} {f'group {group}' if group else 'channel'}"
     optional = ("weight_shape", "weight_zero_point", "weight_g_idx", *ACTIVATION_SCALES)
-    made = IntegerFormat(bits, group, not symmetric, ordered)
-    return QuantReader(name, made, ("weight_packed", "weight_scale"), read, optional)
+    format = IntegerFormat(bits, group, not symmetric, ordered)
+    return QuantReader(name, format, ("weight_packed", "weight_scale"), read, optional)
 
 
 def by_columns(method: str, bits: int, group: int, less_one: bool = False, ordered: bool = False) -> QuantReader:
@@ -118,9 +120,9 @@ def by_columns(method: str, bits: int, group: int, less_one: bool = False, order
             q = unpack(expect(where, tensors, "qweight", (columns // each, rows), "int32").t(), bits)  # [N, K]
         zero = words_of_rows("qzeros", groups) + less_one  # 8 bits wrap; 16 is a zero that 4 bits cannot hold
         scale = expect(where, tensors, "scales", (groups, rows), FLOATS).t().contiguous()
-        made = {"q": pairs(q) if bits == 4 else q.contiguous(), "scale": scale, "zero": zero.contiguous()}
+        fields = {"q": pairs(q) if bits == 4 else q.contiguous(), "scale": scale, "zero": zero.contiguous()}
         index = expect(where, tensors, "g_idx", (columns,), "int32 int64") if "g_idx" in tensors and group else None
-        return integers(where, shape, bits, group, made, index)
+        return integers(where, shape, bits, group, fields, index)
 
     name = f"{method} int{bits} {f'group {group}' if group else 'channel'}"
     format = IntegerFormat(bits, group, True, ordered, torch.float16)
@@ -142,25 +144,25 @@ def spread(where: str, tensors: Tensors, name: str, shape: Shape, block: tuple[i
 
 
 def int_quantized() -> QuantReader:
-    made = IntegerFormat(8, 0, scale=torch.float32)
+    format = IntegerFormat(8, 0, scale=torch.float32)
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         q = expect(where, tensors, "weight", shape, "int8").view(torch.uint8) ^ 128
-        return Weight(made, shape, {"q": q, "scale": spread(where, tensors, "weight_scale", shape)})
+        return Weight(format, shape, {"q": q, "scale": spread(where, tensors, "weight_scale", shape)})
 
     optional = ("weight_zero_point", *ACTIVATION_SCALES)
-    return QuantReader("compressed-tensors int-quantized int8", made, ("weight", "weight_scale"), read, optional)
+    return QuantReader("compressed-tensors int-quantized int8", format, ("weight", "weight_scale"), read, optional)
 
 
 def float8(method: str, block: tuple[int, int] | None = None, scale: str = "weight_scale") -> QuantReader:
-    made = Float8Format(0 if block is None else block[1])
+    format = Float8Format(0 if block is None else block[1])
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         q = expect(where, tensors, "weight", shape, "float8_e4m3fn")
-        return Weight(made, shape, {"q": q, "scale": spread(where, tensors, scale, shape, block)})
+        return Weight(format, shape, {"q": q, "scale": spread(where, tensors, scale, shape, block)})
 
     name = f"{method} fp8{'' if block is None else f' block {block[0]}x{block[1]}'}"
-    return QuantReader(name, made, ("weight", scale), read, ACTIVATION_SCALES)
+    return QuantReader(name, format, ("weight", scale), read, ACTIVATION_SCALES)
 
 
 def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
@@ -172,12 +174,12 @@ def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
         factor = tensors[above].float()
         if factor.numel() != 1 or (divided and not float(factor) > 0):
             raise OutriderError(f"{where}: its {above} should be one positive number")
-        made = {
+        fields = {
             "q": expect(where, tensors, codes, (*rows, columns // 2), "uint8"),
             "scale": expect(where, tensors, "weight_scale", (*rows, columns // 16), "float8_e4m3fn"),
             "factor": (1.0 / factor if divided else factor).reshape(1, 1).expand(*rows, 1).contiguous(),
         }
-        return Weight(NvFp4Format(), shape, made)
+        return Weight(NvFp4Format(), shape, fields)
 
     optional = (*ACTIVATION_SCALES, "pre_quant_scale")
     return QuantReader(method, NvFp4Format(), (codes, "weight_scale", above), read, optional)

@@ -43,14 +43,17 @@ def matches(module: str, targets: Sequence[str], contained: bool = False) -> boo
 
 
 def all_but(dense: Sequence[str], stored: QuantReader) -> QuantScheme:
-    """The same reader for every linear module, except those whose names contain one of these."""
+    """Assigns one reader to every linear module, except those whose names contain one of these."""
     return lambda module: stored if linear(module) and not matches(module, dense, contained=True) else None
 
 
 def strings(settings: Settings, *keys: str) -> list[str]:
-    """The first of these keys that holds a list of names; [] where none does."""
-    found = next((v for key in keys if isinstance(v := settings.get(key), list | tuple)), ())
-    return [str(v) for v in found]
+    """Names in the first of these keys that holds a list; [] if none does."""
+    for key in keys:
+        values = settings.get(key)
+        if isinstance(values, list | tuple):
+            return [str(v) for v in values]
+    return []
 
 
 def whole(settings: Settings, key: str, default: int | None, method: str) -> int:
@@ -154,19 +157,19 @@ def by_compressed_tensors(settings: Settings) -> QuantScheme:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise OutriderError(f"quantization_config ({COMPRESSED}) has no config_groups")
-    kept: list[tuple[list[str], QuantReader]] = []
+    readers: list[tuple[list[str], QuantReader]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise refused(COMPRESSED, f"{name} has no weights")
         layout = str(group.get("format") or settings.get("format") or "")
-        kept.append((strings(group, "targets"), compressed_reader(layout, group["weights"])))
+        readers.append((strings(group, "targets"), compressed_reader(layout, group["weights"])))
     dense = strings(settings, "ignore")
 
     def find(module: str) -> QuantReader | None:
         if matches(module, dense):
             return None
-        named = next((stored for targets, stored in kept if matches(module, targets)), None)
-        return named or next((stored for targets, stored in kept if linear(module) and "Linear" in targets), None)
+        named = next((stored for targets, stored in readers if matches(module, targets)), None)
+        return named or next((stored for targets, stored in readers if linear(module) and "Linear" in targets), None)
 
     return find
 
@@ -205,12 +208,12 @@ METHODS: dict[str, Callable[[Settings], QuantScheme]] = {
 # ---- a checkpoint's --------------------------------------------------------------------------------------------------
 def recipe(config: Settings, where: str) -> QuantScheme | None:
     """The scheme of a checkpoint's quantised matrices; None: it has none."""
-    found = config.get("quantization_config") or text_part(config).get("quantization_config")
-    if not found:
+    section = config.get("quantization_config") or text_part(config).get("quantization_config")
+    if not section:
         return None
-    method = str(found.get("quant_method")) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or method not in METHODS:
+    method = str(section.get("quant_method")) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or method not in METHODS:
         known = f"known: {', '.join(METHODS)}"
         raise OutriderError(f"{where}: weights quantised by {str(method)[:40]!r} are not supported; {known}")
     with bad_input(OutriderError, lambda error: f"{where}: {error}"):
-        return METHODS[method](found)
+        return METHODS[method](section)

@@ -25,10 +25,10 @@ USUAL = "Q4_K_M"  # fetched if no quantisation is named
 
 def parse(name: str) -> tuple[str, str | None] | None:
     """(repository, quantisation or None) of `org/name`, `org/name:QUANT` and both behind hf.co/; None: no such name."""
-    found = REPO.fullmatch(HOSTS.sub("", name, count=1))
-    if found is None or found[1].endswith((".gguf", ".safetensors")):
+    match = REPO.fullmatch(HOSTS.sub("", name, count=1))
+    if match is None or match[1].endswith((".gguf", ".safetensors")):
         return None
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def stem(name: str | Path) -> str:
@@ -37,8 +37,8 @@ def stem(name: str | Path) -> str:
 
 
 def quantisation(name: str | Path) -> str | None:
-    found = QUANT.search(stem(name))
-    return found[1].upper() if found else None
+    match = QUANT.search(stem(name))
+    return match[1].upper() if match else None
 
 
 def base(name: str | Path) -> str:
@@ -64,11 +64,11 @@ def companion(model: Path, kind: str) -> Path | None:
     if test(model):
         return None
     files = sorted(p for p in model.parent.glob("*.gguf") if p.is_file())
-    found = [p for p in files if test(p) and p != model]
-    named = [p for p in found if base(model) in base(p)]
+    matches = [p for p in files if test(p) and p != model]
+    named = [p for p in matches if base(model) in base(p)]
     alone = len({base(p) for p in files if is_model(p)}) == 1
-    found = named or (found if alone and len({base(p) for p in found}) == 1 else [])
-    return next((p for p in found if quantisation(p) == quantisation(model)), found[0] if found else None)
+    matches = named or (matches if alone and len({base(p) for p in matches}) == 1 else [])
+    return next((p for p in matches if quantisation(p) == quantisation(model)), matches[0] if matches else None)
 
 
 def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = False) -> str:
@@ -102,13 +102,13 @@ def in_cache(repo: str) -> list[Path]:
 
 def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool = True) -> Path:
     """The file that `repo:quant` means, fetched if necessary, with the drafter and mmproj that lie next to it."""
-    kept = {str(p): p for p in in_cache(repo)}
-    if quant is not None and kept:
+    cached = {str(p): p for p in in_cache(repo)}
+    if quant is not None and cached:
         with suppress(OutriderError):  # another quantisation: the hub may have this one
-            return kept[choose(kept, repo, quant, drafter)]
+            return cached[choose(cached, repo, quant, drafter)]
     if not fetch:
-        if kept and quant is None:
-            return kept[choose(kept, repo, quant, drafter)]
+        if cached and quant is None:
+            return cached[choose(cached, repo, quant, drafter)]
         name = repo if quant is None else f"{repo}:{quant}"
         raise OutriderError(f"{repo} is a GGUF repository and not in the cache: `outrider pull {name}` fetches it")
     from huggingface_hub import HfApi, hf_hub_download

@@ -36,14 +36,15 @@ def shard_names(folder: Path) -> list[str] | None:
         if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
             raise OutriderError(f"{folder / INDEX} has no usable weight_map")
         names = sorted(set(table.values()))
-        if bad := next((n for n in names if Path(n).name != n or n in ("", ".", "..")), None):
+        bad = next((n for n in names if Path(n).name != n or n in ("", ".", "..")), None)
+        if bad is not None:
             raise OutriderError(f"{folder / INDEX} names {bad!r}, which is not a file of this folder")
         return names
     if (folder / SINGLE).is_file():
         return [SINGLE]
-    found = sorted(p.name for p in folder.glob("*.safetensors"))
-    require(len(found) <= 1, f"{folder} holds {len(found)} safetensors files and no {INDEX}: fetch the index too")
-    return found or None
+    shards = sorted(p.name for p in folder.glob("*.safetensors"))
+    require(len(shards) <= 1, f"{folder} holds {len(shards)} safetensors files and no {INDEX}: fetch the index too")
+    return shards or None
 
 
 def open_folder(folder: Path, config: ForeignDict) -> TensorSource:

@@ -111,8 +111,8 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
                     raise already_quantised(files, kind)
                 # fused parts are rounded as one
                 whole = plan.shape
-                made = rounded_to(quantize, plan.shape)
-                layout = None if made is None else layout_of(made)
+                format = rounded_to(quantize, plan.shape)
+                layout = None if format is None else layout_of(format)
             if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):
                 gpu += layout.nbytes(prod(whole[:-1]), whole[-1]) * prod(shape) / prod(whole)
             else:  # tables, small matrices and what was never quantised

@@ -146,12 +146,12 @@ def find(
     """Finds a source tensor of the plan; None: it is missing. Errors name what a tensor or a quantised matrix lacks."""
     entry = source.entries.get(name)
     scheme = recipe if role in ("matrix", "embedding") else None
-    found = None
+    stored = None
     if scheme is not None and (entry is None or entry.kind not in (*FLOATS, *BLOCKS)):
-        found = _matrix(source, scheme, name.removesuffix(".weight"), shape)
-        if found is None and len(shape) == 3:
+        stored = _matrix(source, scheme, name.removesuffix(".weight"), shape)
+        if stored is None and len(shape) == 3:
             return _experts(source, scheme, name, shape)
-    return found if found is not None or entry is None else _plain(source.where, entry, name, shape, role)
+    return stored if stored is not None or entry is None else _plain(source.where, entry, name, shape, role)
 
 
 def _plain(where: str, entry: TensorEntry, name: str, shape: tuple[int, ...], role: Role) -> SourceTensor:
@@ -199,17 +199,17 @@ def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))
     groups: list[list[SourceTensor]] = []
     for e in range(count):
-        found = [_matrix(source, recipe, f"{base}.{e}.{part}", (rows // len(parts), columns)) for part in parts]
-        groups.append([m for m in found if m is not None])
+        matrices = [_matrix(source, recipe, f"{base}.{e}.{part}", (rows // len(parts), columns)) for part in parts]
+        groups.append([m for m in matrices if m is not None])
         if len(groups[-1]) < len(parts):
             return None
 
     def read() -> Weight:
-        made = [join([m.read() for m in group]) for group in groups]
-        if None in made:
-            both = " and ".join(f"{base}.{made.index(None)}.{part}" for part in parts)
+        tensors = [join([m.read() for m in group]) for group in groups]
+        if None in tensors:
+            both = " and ".join(f"{base}.{tensors.index(None)}.{part}" for part in parts)
             raise OutriderError(f"{source.where}: tensor {name}: {both} are not of one format")
-        return stack([weight for weight in made if weight is not None])
+        return stack([weight for weight in tensors if weight is not None])
 
     every = [m for group in groups for m in group]
     return SourceTensor(tuple(entry for m in every for entry in m.entries), read, aligned(every))

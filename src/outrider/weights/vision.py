@@ -73,14 +73,14 @@ def load_vision(
     if dummy_seed is not None:
         return _dummy(wanted, device, dtype, dummy_seed)
     where, stored = _stored(files, config)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in wanted.items():
         require(name in stored, f"{where}: tensor {name} is missing from the checkpoint's vision weights")
-        found[name] = torch.empty(shape, dtype=dtype, device=device)
-        found[name].copy_(stored.pop(name)().view(shape))
+        tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        tensors[name].copy_(stored.pop(name)().view(shape))
     if stored:
         raise OutriderError(f"{where}: tensor {min(stored)} is left over: vision_config does not describe it")
-    return found
+    return tensors
 
 
 def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
@@ -98,8 +98,8 @@ def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable
             continue
         shape = wanted.get(name)
         if shape is not None and (entry.shape not in (shape, shape or (1,)) or entry.kind not in FLOATS):
-            found = f"is {entry.kind} {list(entry.shape)}, the config asks for {list(shape)}"
-            raise OutriderError(f"{source.where}: tensor {name} {found}")
+            problem = f"is {entry.kind} {list(entry.shape)}, the config asks for {list(shape)}"
+            raise OutriderError(f"{source.where}: tensor {name} {problem}")
         stored[name] = partial(tensor, entry)
     return source.where, stored
 
@@ -113,7 +113,7 @@ def has_vision(files: Files) -> bool:
 def _dummy(
     wanted: dict[str, tuple[int, ...]], device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> dict[str, Tensor]:
-    made = {}
+    tensors = {}
     generator = torch.Generator(device=device)
     for i, (name, shape) in enumerate(wanted.items()):
         generator.manual_seed(seed * 1_000_003 + i)
@@ -124,8 +124,8 @@ def _dummy(
             weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.05, generator=generator)
         else:
             weight.normal_(0.0, 0.02, generator=generator)
-        made[name] = weight
-    return made
+        tensors[name] = weight
+    return tensors
 
 
 # ---- projectors ------------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def mmproj_config(file: GGUF, text: Foreign, tokens: object) -> ForeignDict:
         vision |= {"image_size": across * patch[-1], "patch_size": patch[-1], "layer_norm_eps": eps}
         vision |= {"intermediate_size": next((n for n in wide if n != patch[0]), patch[0])}
         indices = {key.replace("_id", "_index"): value for key, value in ids.items()}
-        found = {"model_type": "gemma3", "text_config": dict(text), "vision_config": vision, **indices}
-        return found | {"mm_tokens_per_image": (across // max(1, scale)) ** 2}
+        config = {"model_type": "gemma3", "text_config": dict(text), "vision_config": vision, **indices}
+        return config | {"mm_tokens_per_image": (across // max(1, scale)) ** 2}
     pool = {"pooling_kernel_size": int(mmproj_number(file, "projector.scale_factor", 3))}
     body = dict(text)
     model_type = "gemma4_unified" if kind == "gemma4uv" else "gemma4"
@@ -210,15 +210,15 @@ def mmproj_number(file: GGUF, key: str, default: float) -> float:
 
 def read_mmproj(file: GGUF, config: VisionConfig) -> dict[str, Callable[[], Tensor]]:
     """A reader for each tensor, by Hugging Face name; tensors that the file lacks are left out."""
-    found = {}
+    entries = {}
     for name, wanted in config.tensors().items():
         entry = file.tensors.get(gguf_name(name))
         if ".mlp.fc" in name and entry is not None and entry.shape[0] != wanted[0]:  # older files have them swapped
             other = {"fc1": "fc2", "fc2": "fc1"}[name.split(".")[-2]]
             entry = file.tensors.get(gguf_name(name.replace(name.split(".")[-2], other)))
         if entry is not None:
-            found[name] = _reader(file, name, entry, wanted, config)
-    return found
+            entries[name] = _reader(file, name, entry, wanted, config)
+    return entries
 
 
 def _reader(
@@ -226,8 +226,8 @@ def _reader(
 ) -> Callable[[], Tensor]:
     flipped = (2, config.positions, config.hidden) if name == "vision_embedder.pos_embedding" else wanted
     if torch.Size(entry.shape).numel() != torch.Size(wanted).numel() or entry.kind not in (*FLOATS, *BLOCKS):
-        found = f"is {entry.kind} {list(entry.shape)}, {list(wanted)} is needed"
-        raise OutriderError(f"{file.path}: tensor {gguf_name(name)} {found}")
+        problem = f"is {entry.kind} {list(entry.shape)}, {list(wanted)} is needed"
+        raise OutriderError(f"{file.path}: tensor {gguf_name(name)} {problem}")
 
     def read() -> Tensor:
         if entry.kind in BLOCKS:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...types import KVPages, KVView
+from ..formats import DeviceWeight
 from .forward import MATRICES, VECTORS, Stack, supports
 from .lib import CBatchBuffers, CBlockNet, CPages, CUnread, PackedKind, at, c_block_spec, floats
 from .packing import c_weight, table_scale
@@ -61,14 +62,14 @@ class CpuBlock:
         self.ops.lib.or_block_context(self.ops.pool, self.c, batch.c, at(pointers), at(following))
 
     def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor:
-        """As BlockNet.backbone: ids [B, S], end [B] -> [B, S, H]."""
+        """Compiled form of BlockNet.backbone: ids [B, S], end [B] -> [B, S, H]."""
         rows = block_view(kv, end, ids.shape[1])
         hidden, _, _ = self.stack.run(rows, ids=ids.reshape(-1), ends=end + ids.shape[1] - 1)
         return hidden.view(*ids.shape, -1)
 
 
 class UnreadRows:
-    """What a block drafter has not yet read of committed positions, by slot of `cache` (Unread in block.h)."""
+    """Committed positions that a block drafter has not read yet, by slot of `cache` (Unread in block.h)."""
 
     def __init__(self, block: CpuBlock, cache: KVPages, pages: CPages, batch: Structure):
         """batch: whole tables, by slot."""
@@ -88,7 +89,8 @@ class UnreadRows:
 
     def assume(self, slot: int, position: int, count: int) -> None:
         """Treat the last `count` of `position` committed positions as unread, with states of zeros; 0: none are."""
-        self.span[slot, 0], self.span[slot, 1] = position - count, count
+        self.span[slot, 0] = position - count
+        self.span[slot, 1] = count
         self.states[slot, :count] = 0.0
 
 
@@ -100,12 +102,15 @@ def block_view(kv: KVView, start: Tensor, count: int) -> KVView:
     return replace(kv, positions=positions, row_seq=torch.arange(size).repeat_interleave(count), row_start=row_start)
 
 
+def _is_dense(weight: DeviceWeight) -> bool:
+    return c_weight(weight).kind == PackedKind.DENSE
+
+
 def compile_block(ops: CpuOps, net: Any) -> CpuBlock | None:
     config = net.config
     target = net.target
     layers = net.layers
-    dense = lambda w: c_weight(w).kind == PackedKind.DENSE  # noqa: E731
-    same_input = all(dense(layer.q) == dense(layer.kv) for layer in layers)  # quantised, or as it is
+    same_input = all(_is_dense(layer.q) == _is_dense(layer.kv) for layer in layers)
     whole = target.together.tp.world == 1 or (net.table is not None and net.head is not None)
     parts = [(layer.attn.spec, layer.down) for layer in layers]
     near = all(s.window is None or s.window > UNREAD for s, _ in parts)  # no page is freed before it is read
@@ -116,9 +121,9 @@ def compile_block(ops: CpuOps, net: Any) -> CpuBlock | None:
     absent = dict.fromkeys((*MATRICES, *VECTORS))
     blocks = []
     for layer, next_norm in zip(layers, norms[1:], strict=True):
-        own = {**absent, **vars(layer), "spec": layer.attn.spec, "qkv": layer.q, "qkv_bias": layer.q_bias}
-        own |= {"q_norm": layer.attn.q_norm, "k_norm": layer.attn.k_norm, "next_norm": next_norm}
-        blocks.append(SimpleNamespace(**own))
+        fields = {**absent, **vars(layer), "spec": layer.attn.spec, "qkv": layer.q, "qkv_bias": layer.q_bias}
+        fields |= {"q_norm": layer.attn.q_norm, "k_norm": layer.attn.k_norm, "next_norm": next_norm}
+        blocks.append(SimpleNamespace(**fields))
     stack = Stack(ops, blocks, net.inv_freqs, config.hidden, config.norm_eps, config.activation)
     for c, layer in zip(stack.layers, layers, strict=True):
         bias = None if layer.kv_bias is None else floats(layer.kv_bias)

@@ -91,7 +91,7 @@ def processor() -> str:
 
 
 def missing(isa: str) -> set[str]:
-    """What this processor lacks for a level."""
+    """Features that a level needs and this processor lacks."""
     return set(NEEDS[isa].split()) - cpu_flags()
 
 
@@ -108,8 +108,9 @@ def best_isa() -> str:
 def cache_root() -> Path:
     """Everything Outrider keeps between runs: OUTRIDER_CACHE, or XDG_CACHE_HOME/outrider, or ~/.cache/outrider. For a
     user without a home, as in a container with a number for a user: `spare_root`."""
-    if given := os.environ.get("OUTRIDER_CACHE"):
-        return Path(given)
+    configured = os.environ.get("OUTRIDER_CACHE")
+    if configured:
+        return Path(configured)
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return spare_root() if caches.startswith("~") else Path(caches, "outrider")
 
@@ -136,12 +137,12 @@ def writable(root: Path) -> bool:
 
 def cache_path(*parts: str) -> Path:
     """A file of the cache: where it is, or where it can be put (the spare folder, if the cache cannot be written)."""
-    kept = cache_root().joinpath(*parts)
-    if os.access(kept, os.R_OK) or writable(cache_root()):  # another user's cache may be unreadable
-        return kept
+    path = cache_root().joinpath(*parts)
+    if os.access(path, os.R_OK) or writable(cache_root()):  # another user's cache may be unreadable
+        return path
     with suppress(OSError):
         return spare_root().joinpath(*parts)
-    return kept
+    return path
 
 
 def compiler() -> str:
@@ -237,11 +238,11 @@ def compile_to(target: Path, isa: str) -> None:
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
                     shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
-            made = [f"{scratch}/{name}.o" for name in UNITS]
+            objects = [f"{scratch}/{name}.o" for name in UNITS]
             library = f"{scratch}/kernels.so"
             flags = [*COMMON.split(), *FLAGS[isa].split()]
-            _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, made)], scratch)
-            _run([[cc, *flags, "-shared", *made, "-o", library, "-lm"]], scratch)
+            _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, objects)], scratch)
+            _run([[cc, *flags, "-shared", *objects, "-o", library, "-lm"]], scratch)
             os.chmod(library, 0o755)
             os.replace(library, target)
     except OSError as error:

@@ -63,11 +63,12 @@ class CpuCycle:
         for i, group in enumerate(GROUPS):
             table = cache.tables.get(group)
             if table is not None:
-                batch.tables[i], batch.width[i] = at(table), table.shape[1]
+                batch.tables[i] = at(table)
+                batch.width[i] = table.shape[1]
         if drafter is not None:
-            own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
-            own.call = CCall(at(drafter.stack.c), c.call.batch)
-            c.draft = at(own)
+            draft = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
+            draft.call = CCall(at(drafter.stack.c), c.call.batch)
+            c.draft = at(draft)
             c.shift = drafter.shift
         self.unread = None
         self.drafts_blocks = block is not None and block.drafts
@@ -172,22 +173,22 @@ class CpuCycle:
             k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)
             sure = None
             tree = None
-            told = None
+            confidence = None
             first = i * MAX_DRAFT
             if plan.nodes:
-                own = slice(first, first + k)
+                columns = slice(first, first + k)
                 (steps,) = STEPS.unpack_from(self.asked, i * ASKED.size)
-                sure = self.confidence[own]
-                tree = (self.parents[own], self.path[first : first + right], steps, self.guesses[own])
+                sure = self.confidence[columns]
+                tree = (self.parents[columns], self.path[first : first + right], steps, self.guesses[columns])
             elif guess is None and plan.k:
                 sure = self.confidence[first : first + min(plan.k, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted
                     sure.pop()
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
-                told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
+                confidence = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
             tokens = self.chosen[row : row + right + 1]
             drafts = self.guesses[first : first + k] if k else []
-            out.append(CycleResult(k, tokens, sure, tree, told, drafts))
+            out.append(CycleResult(k, tokens, sure, tree, confidence, drafts))
             row += k + 1
         return out

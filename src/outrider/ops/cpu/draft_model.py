@@ -61,7 +61,8 @@ class CpuChain:
         batch.seqs = size
         batch.ids, batch.positions, batch.row_seq, batch.row_start = map(at, (ids, positions, row_seq, row_start))
         for group in (0, 1):
-            batch.tables[group], batch.width[group] = at(table), wide
+            batch.tables[group] = at(table)
+            batch.width[group] = wide
         tokens = [t for b in behind for t in b.seen]
         seen = (c_int64 * max(1, len(tokens)))(*tokens)
         seen_start = (c_int32 * (size + 1))(*accumulate((len(b.seen) for b in behind), initial=0))
@@ -81,8 +82,8 @@ class CpuChain:
             ends = (*thresholds, (c_double * 16)(*trust))
             c.stop, c.drop, c.trust = map(at, ends)
         self.ops.lib.or_draft_model_steps(self.ops.pool, c)
-        made = []
+        drafts = []
         for i in range(size):
             run = list(takewhile(lambda p: p > 0.0, sure[i * k : i * k + k]))
-            made.append(DraftResult(out[i * k : i * k + len(run)], run, min(lengths[i], len(run))))
-        return made
+            drafts.append(DraftResult(out[i * k : i * k + len(run)], run, min(lengths[i], len(run))))
+        return drafts

@@ -58,7 +58,10 @@ class Stack:
         self.freqs = (c_void_p * len(inv_freqs))(*map(at, inv_freqs))
         self.halves = (c_int32 * len(inv_freqs))(*[f.shape[0] for f in inv_freqs])
         c = self.c = CStack(layers=len(blocks), hidden=hidden, act=ACTIVATIONS[act], eps=eps, embed_scale=1.0)
-        c.layer, c.inv_freq, c.rope_half, c.ropes = *map(at, (self.layers, self.freqs, self.halves)), len(inv_freqs)
+        c.layer = at(self.layers)
+        c.inv_freq = at(self.freqs)
+        c.rope_half = at(self.halves)
+        c.ropes = len(inv_freqs)
 
     def changes(self, adapter: Adapter) -> Array[Structure] | None:
         """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
@@ -77,7 +80,10 @@ class Stack:
         adapters: Structure | None = None,
         ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Of the wanted rows: hidden [R, H] after the last norm, what `post` makes of it, the streams after `taps`."""
+        """Runs one pass.
+
+        Returns, for the wanted rows: hidden [R, H] after the last norm, its `post` product, the streams after `taps`.
+        """
         pages = self.ops.pages(kv)
         batch = CBatchBuffers(kv, pages, ids, ends)
         batch.c.rope_shift = shift
@@ -221,11 +227,11 @@ class CompiledDrafter:
         batch = CBatchBuffers(kv, self.ops.pages(kv))
         batch.c.rope_shift = self.shift
         drawn = [floats(noise.temperature), *(t.contiguous() for t in (noise.sampled, noise.seed, noise.position))]
-        held = [last.contiguous(), start, state.taps, *drawn]
+        buffers = [last.contiguous(), start, state.taps, *drawn]
         c = self.c
         c.call = CCall(at(self.stack.c), batch.c)
         c.steps = steps
-        c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position = map(at, held)
+        c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position = map(at, buffers)
         c.out, c.confidence, c.lengths = map(at, (out, confidence, lengths))
         assert end is None or (
             [t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end)

@@ -85,14 +85,14 @@ def raise_on_null(result: int | None, function: Any, _: object) -> int:
 def declare(lib: ctypes.CDLL) -> None:
     """Declares the functions' signatures: structs are passed as they are, other pointers as addresses. Functions that
     take a ThreadPool and return an int return nonzero on allocation failure; functions that return a pointer, NULL."""
-    structs = {f"{name} *": POINTER(made) for name, made in STRUCTS.items()}
-    for result, star, name, given in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
-        given = [one for one in given.split(",") if one != "void"]
+    structs = {f"{name} *": POINTER(struct) for name, struct in STRUCTS.items()}
+    for result, star, name, parameters in re.findall(r"^(\w+) (\*?)(or_\w+)\(([^)]*)\) \{", C, re.MULTILINE):
+        parameters = [one for one in parameters.split(",") if one != "void"]
         function = getattr(lib, name)
         function.restype = c_void_p if star else NUMBERS.get(result)
-        kinds = [re.sub(r"^const |\w+$", "", one.strip()).strip() for one in given]
+        kinds = [re.sub(r"^const |\w+$", "", one.strip()).strip() for one in parameters]
         function.argtypes = [structs.get(kind, c_void_p) if "*" in kind else NUMBERS[kind] for kind in kinds]
-        if result == "int" and given and given[0].startswith("ThreadPool *"):
+        if result == "int" and parameters and parameters[0].startswith("ThreadPool *"):
             function.errcheck = raise_on_failure
         elif star:
             function.errcheck = raise_on_null
@@ -157,11 +157,14 @@ class CBatchBuffers:
         c.ends = self.hold(ends)
         if kv.ancestors is not None and kv.kv_slots is not None:
             assert kv.kv_slots.dtype == torch.int64 and kv.ancestors.dtype == torch.int32
-            c.places, c.paths, c.path_width = *map(self.hold, (kv.kv_slots, kv.ancestors)), kv.ancestors.shape[1]
+            c.places = self.hold(kv.kv_slots)
+            c.paths = self.hold(kv.ancestors)
+            c.path_width = kv.ancestors.shape[1]
         for i, group in enumerate(GROUPS):
             table = kv.tables.get(group)
             if table is not None:
-                c.tables[i], c.width[i] = self.hold(table), table.shape[1]
+                c.tables[i] = self.hold(table)
+                c.width[i] = table.shape[1]
 
     def hold(self, t: Tensor | None) -> int | None:
         if t is None:
@@ -174,9 +177,9 @@ class CPages:
     """Pointers to every layer's keys and values. Made once for a cache: its tensors never move."""
 
     def __init__(self, kv: KVPages):
-        held = [t for t in (*kv.keys, *kv.values) if t is not None]
-        dtypes = {t.dtype for t in held}
-        assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), "keys and values of one dtype, contiguous"
+        tensors = [t for t in (*kv.keys, *kv.values) if t is not None]
+        dtypes = {t.dtype for t in tensors}
+        assert len(dtypes) == 1 and all(t.is_contiguous() for t in tensors), "keys and values of one dtype, contiguous"
         self.dtype = DTYPES[dtypes.pop()]
         self.page_size = kv.page_size
         count = len(kv.keys)

@@ -40,18 +40,18 @@ def pack(
     row = 0
     first = 0
     for outputs, rank in pieces:
-        own = b[row : row + outputs, first : first + rank]
+        block = b[row : row + outputs, first : first + rank]
         scales = scale[row : row + outputs].float()
         low = a[first : first + rank]
         if coded and rank:
-            step = own.float().abs().amax(1) / 127
-            own = (own.float() / step.clamp_min(1e-38)[:, None]).round().to(torch.int8)
+            step = block.float().abs().amax(1) / 127
+            block = (block.float() / step.clamp_min(1e-38)[:, None]).round().to(torch.int8)
             # the scales of A are float16: a power of two brings it into their range, and B's take it back exactly
             power = 2.0 ** frexp(float(low.abs().max()))[1]
             low = low.float() / power
             scales = scales * step * power
-        own = F.pad(own, (0, rank % 2 * coded)).reshape(outputs // LANES, LANES, -1, 1 + coded).transpose(1, 2)
-        parts = (scales.view(torch.uint8).view(-1, 4 * LANES), own.contiguous().view(torch.uint8).flatten(1))
+        block = F.pad(block, (0, rank % 2 * coded)).reshape(outputs // LANES, LANES, -1, 1 + coded).transpose(1, 2)
+        parts = (scales.view(torch.uint8).view(-1, 4 * LANES), block.contiguous().view(torch.uint8).flatten(1))
         groups.append(torch.cat(parts, dim=1).flatten())
         heights.append(F.pad(low, (0, 0, 0, -rank % LANES * coded)))
         row = row + outputs
@@ -62,7 +62,7 @@ def pack(
 
 
 def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """The same in one mapping of huge pages, in the order in which a pass reads them (memory.py says why)."""
+    """Copies all parts into one mapping of huge pages, in the order in which a pass reads them (memory.py says why)."""
     if sum(part.nbytes for part in parts.values()) < HUGE:
         return dict(parts)
     arena = Arena()
@@ -98,10 +98,10 @@ def c_lowrank(part: LowRank) -> Structure:
 def table(adapter: Adapter, layers: int) -> Array[Structure] | None:
     """An adapter's changes, weight by weight; None: one of them is not supported by the library."""
     names = [f"layers.{i}.{name}" for i in range(layers) for name in NAMES] + ["ple_proj"]
-    found = [adapter.parts.get(name) for name in names]
-    if sum(part is not None and isinstance(part.a, PackedWeight) for part in found) < len(adapter.parts):
+    parts = [adapter.parts.get(name) for name in names]
+    if sum(part is not None and isinstance(part.a, PackedWeight) for part in parts) < len(adapter.parts):
         return None
-    return (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in found])
+    return (CLowRank * len(names))(*[CLowRank() if part is None else c_lowrank(part) for part in parts])
 
 
 class PassAdapters:
@@ -115,7 +115,7 @@ class PassAdapters:
         number = {one: i for i, one in enumerate(used)}
         self.of = [-1 if one is None else number[one] for one in adapters]
         if used:
-            self.tables = [found for one in used if (found := changes(one)) is not None]
+            self.tables = [table for table in map(changes, used) if table is not None]
             assert len(self.tables) == len(used), "an adapter that the library does not know"
             self.table = (c_void_p * len(used))(*map(at, self.tables))
             self.c = CAdapters(at(self.table), None, len(used))

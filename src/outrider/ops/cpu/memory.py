@@ -96,12 +96,12 @@ class HugePageWarmer:
         """`free`: unused rows, ascending. Their memory goes back to the system, where it is worth a call; they are zero
         when they are used again. The first of them stay, so that the next sequences need not wait for memory. Returns
         the bytes freed."""
-        rest = free[self._rows :]
+        unused = free[self._rows :]
         before = self.bytes
-        first = free[self._rows - 1] + 1 if rest else self._end
-        if first >= self._end or sum(self._there[row] for row in rest) < self._rows or sys.platform != "linux":
+        first = free[self._rows - 1] + 1 if unused else self._end
+        if first >= self._end or sum(self._there[row] for row in unused) < self._rows or sys.platform != "linux":
             return 0
-        for lo, hi in runs(rest):
+        for lo, hi in runs(unused):
             if any(self._there[lo:hi]):
                 for tensor in self._tensors:
                     step = tensor.stride(0) * tensor.element_size()

@@ -164,10 +164,10 @@ class CpuOps(ReferenceOps):
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
         if not isinstance(part.a, PackedWeight):
             return super().add_lowrank(y, x, part, rows)
-        own, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
+        inputs, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
         c = lowrank.c_lowrank(part)
         groups = out.shape[1] // LANES
-        self.lib.or_lowrank(self.pool, c, own.data_ptr(), out.shape[0], groups, out.data_ptr())
+        self.lib.or_lowrank(self.pool, c, inputs.data_ptr(), out.shape[0], groups, out.data_ptr())
         if rows is None:
             return out
         y[rows] = out
@@ -204,16 +204,16 @@ class CpuOps(ReferenceOps):
         rows, n = x.shape
         out = torch.empty_like(x)
         h = out if next_w is None else torch.empty_like(x)
-        made = out, h, torch.empty(n)
-        self.lib.or_residual_norm(*ptrs(x, y), rows, n, *ptrs(post_w, scale, next_w), eps, *ptrs(*made))
+        result = out, h, torch.empty(n)
+        self.lib.or_residual_norm(*ptrs(x, y), rows, n, *ptrs(post_w, scale, next_w), eps, *ptrs(*result))
         return out, h
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         x, y = (t if t.dtype == torch.float32 and t.stride(-1) == 1 else floats(t) for t in (x, y))
         rows, n = x.shape
         out = torch.empty((rows, n))
-        given = x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)
-        self.lib.or_act_mul(*given, rows, n, ACTIVATIONS[act], out.data_ptr())
+        operands = x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)
+        self.lib.or_act_mul(*operands, rows, n, ACTIVATIONS[act], out.data_ptr())
         return out
 
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
@@ -257,14 +257,16 @@ class CpuOps(ReferenceOps):
 
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]
+        positions = positions.contiguous()
+        rows = positions.shape[0]
+        half = inv_freq.shape[0]
         cos = torch.empty((rows, half))
         sin = torch.empty((rows, half))
         self.lib.or_angles(positions.data_ptr(), rows, inv_freq.data_ptr(), half, *ptrs(cos, sin))
         return cos, sin
 
     def rope_write(self, qkv: Tensor, angles: Angles, norms: HeadNorms, spec: AttnSpec, kv: KVView) -> Tensor:
-        """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
+        """Rotates q within a copy of qkv and returns it as a view of the copy."""
         qkv = floats(qkv).clone()
         self.lib.or_rope_write(self.pool, c_spec(spec), self.batch(kv), *ptrs(qkv, *angles, *norms))
         return qkv[:, : spec.heads * spec.head_dim]
@@ -284,21 +286,21 @@ class CpuOps(ReferenceOps):
         longer = [replace(spec, window=window) for window in windows]
         return torch.cat([self.attend(row, its, shown) for row, its in zip(q.split(1), longer, strict=True)])
 
-    def write_context(self, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
+    def write_context(self, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
         c = c_block_spec(attn)
-        made = floats(made)
+        kv_rows = floats(kv_rows)
         c.heads = 0  # k and v alone
-        self.lib.or_rope_write(self.pool, c, self.batch(kv), *ptrs(made, *angles, None, attn.k_norm))
+        self.lib.or_rope_write(self.pool, c, self.batch(kv), *ptrs(kv_rows, *angles, None, attn.k_norm))
 
     def attend_block(
-        self, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+        self, q: Tensor, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, block: BlockRows, first: int
     ) -> Tensor:
-        """As the reference, but the rows' K/V goes into the sequences' pages, behind the committed positions, where the
-        target's next pass writes: `Drafter.block_rows` are reserved there."""
-        count = q.shape[0] // own.end.shape[0]
-        start = own.end + first
+        """Attention of a block's rows. Unlike the reference it writes their K/V into the sequences' pages, behind the
+        committed positions, where the target's next pass writes: `Drafter.block_rows` are reserved there."""
+        count = q.shape[0] // block.end.shape[0]
+        start = block.end + first
         batch = CBatchBuffers(block_view(kv, start, count), self.pages(kv), ends=start + count - 1)
-        qkv = torch.cat((floats(q), floats(made)), 1)
+        qkv = torch.cat((floats(q), floats(kv_rows)), 1)
         c = c_block_spec(attn)
         self.lib.or_rope_write(self.pool, c, batch.c, *ptrs(qkv, *angles, attn.q_norm, attn.k_norm))
         out = torch.empty_like(q, dtype=torch.float32)
@@ -306,7 +308,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
-        """As the reference, one after another: a position must be read before it is overwritten."""
+        """Moves rows one after another: a position must be read before it is overwritten."""
         moves = [t.contiguous() for t in (seq, source, target)]
         self.lib.or_move_kv(c_spec(spec), self.batch(kv), *ptrs(*moves), seq.shape[0])
 

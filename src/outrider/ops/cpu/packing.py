@@ -42,7 +42,7 @@ class PackedWeight:
     keep: tuple[object, ...]  # keeps the memory behind the pointers alive
 
     def view(self, *shape: int) -> PackedWeight:
-        """The same rows under another shape, e.g. by cluster [C, S, h]."""
+        """Views the rows under another shape, e.g. by cluster [C, S, h]."""
         known = math.prod(d for d in shape if d != -1)
         shape = tuple(self.c.n * self.c.k // known if d == -1 else d for d in shape)
         assert shape[-1] == self.c.k and math.prod(shape) == self.c.n * self.c.k
@@ -50,9 +50,9 @@ class PackedWeight:
 
     def moved(self, arena: Arena) -> PackedWeight:
         """A copy in `arena`, of rows of one kind."""
-        own = [arena.empty(tuple(t.shape), t.dtype).copy_(t) for t in self.keep if isinstance(t, Tensor)]
-        c = CWeight(self.c.kind, self.c.n, self.c.k, self.c.dtype, *map(at, own))
-        return PackedWeight(self.shape, c, self.nbytes, tuple(own))
+        copies = [arena.empty(tuple(t.shape), t.dtype).copy_(t) for t in self.keep if isinstance(t, Tensor)]
+        c = CWeight(self.c.kind, self.c.n, self.c.k, self.c.dtype, *map(at, copies))
+        return PackedWeight(self.shape, c, self.nbytes, tuple(copies))
 
 
 class Packer:
@@ -129,7 +129,7 @@ class Packer:
         return out
 
     def coarse(self, w: PackedWeight) -> PackedWeight:
-        """The same rows in four bits (Q4_0), with the scales that fit best; itself if as small, or in a file."""
+        """Rounds the rows to Q4_0 with the scales that fit best. Returns w itself if it is as small, or in a file."""
         n = w.c.n
         k = w.c.k
         if k % BLOCK or w.c.kind == PackedKind.FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
@@ -182,7 +182,8 @@ def quantize_rows(dense: Tensor, mode: str) -> Weight:
         q = (b * _inverse(scale)).round_().clamp_(-127, 127).to(torch.int8)
         return made("Q8_0", tuple(dense.shape), [scale], q)
     low, high = b.aminmax(dim=-1, keepdim=True)
-    low, scale = low.half(), ((high - low) / 15).half()
+    scale = ((high - low) / 15).half()
+    low = low.half()
     q = ((b - low.float()) * _inverse(scale)).round_().clamp_(0, 15).to(torch.uint8)
     return made("Q4_1", tuple(dense.shape), [scale, low], q[..., :16] | (q[..., 16:] << 4))
 

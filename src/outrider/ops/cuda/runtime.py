@@ -47,8 +47,10 @@ def _library(*names: str) -> ctypes.CDLL | None:
 def compiler() -> ctypes.CDLL | None:
     """NVRTC: torch's own where there is one, else the system's."""
     beside = [Path(p) / "nvidia" for p in sys.path if p]
-    found = [str(f) for folder in beside if folder.is_dir() for f in sorted(folder.glob("*/lib/libnvrtc.so.1[2-9]"))]
-    return _library(*found, "libnvrtc.so.13", "libnvrtc.so.12")
+    libraries = [
+        str(f) for folder in beside if folder.is_dir() for f in sorted(folder.glob("*/lib/libnvrtc.so.1[2-9]"))
+    ]
+    return _library(*libraries, "libnvrtc.so.13", "libnvrtc.so.12")
 
 
 @lru_cache(maxsize=1)
@@ -123,19 +125,19 @@ def kept_image(source: str, arch: str, flags: Flags) -> bytes:
     minor = ctypes.c_int()
     if library is not None:
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    told = (source, sorted(headers().items()), arch, sorted(flags.items()), (major.value, minor.value))
-    path = cache_path("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
+    identity = (source, sorted(headers().items()), arch, sorted(flags.items()), (major.value, minor.value))
+    path = cache_path("cuda", hashlib.sha256(repr(identity).encode()).hexdigest()[:32] + ".cubin")
     with suppress(OSError):
-        held = path.read_bytes()
-        if hashlib.sha256(held[32:]).digest() == held[:32]:
-            return held[32:]
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
+            return stored[32:]
     code = image(source, arch, flags)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as aside:
-            made = Path(aside) / path.name
-            made.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(made, path)  # atomic, even if another process writes it too
+            scratch = Path(aside) / path.name
+            scratch.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(scratch, path)  # atomic, even if another process writes it too
     return code
 
 
@@ -224,8 +226,8 @@ class Kernel:
     ) -> None:
         """values: addresses, and structures by value. On the device's current stream. pdl: it may start while the
         previous kernel drains."""
-        held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
-        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
+        arguments = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(v) for v in arguments))
         attribute = Attribute(LAUNCH_PDL, 0, 1)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         launch = LaunchParams(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), int(pdl))

@@ -1,4 +1,4 @@
-"""What a weight is: a format, a shape and the format's tensors.
+"""Weights: a format, a shape and the format's tensors.
 
 A `Format` defines what its tensors mean (`dequantise` is the definition that every kernel is checked against) and how
 many columns of the matrix each of their elements covers (`units`). Sizes in bytes, tensor-parallel sharding and joining
@@ -33,7 +33,7 @@ class Packed(Protocol):
     def nbytes(self) -> int: ...
 
     def view(self, *shape: int) -> Packed:
-        """The same rows under another shape, for instance by cluster [C, S, h]."""
+        """Views the rows under another shape, for instance by cluster [C, S, h]."""
         ...
 
 
@@ -125,8 +125,8 @@ class Weight:
     def rows(self, lo: int, hi: int) -> Weight:
         """Rows lo..hi-1 (of experts: experts lo..hi-1): views."""
         units = self.format.units
-        kept = {name: t if units[name].shared else t[lo:hi] for name, t in self.tensors.items()}
-        return Weight(self.format, (hi - lo, *self.shape[1:]), kept)
+        tensors = {name: t if units[name].shared else t[lo:hi] for name, t in self.tensors.items()}
+        return Weight(self.format, (hi - lo, *self.shape[1:]), tensors)
 
     def slices(self, nbytes: int, multiple: int = 1) -> Iterator[tuple[int, int, Weight]]:
         """(lo, hi, `rows(lo, hi)`) in pieces of about `nbytes`; the file's pages of a piece are released after it."""
@@ -147,8 +147,8 @@ class Weight:
             where = f"at multiples of {alignment}" if alignment else "nowhere: its columns have an order of their own"
             raise OutriderError(f"a weight in {self.format.name} cannot be cut at columns {lo} to {hi}: only {where}")
         cut = {n: unit for n, unit in self.format.units.items() if unit.columns}
-        kept = {n: self.tensors[n][..., unit.width(lo) : unit.width(hi)] for n, unit in cut.items()}
-        return Weight(self.format, (*self.shape[:-1], hi - lo), {**self.tensors, **kept})
+        tensors = {n: self.tensors[n][..., unit.width(lo) : unit.width(hi)] for n, unit in cut.items()}
+        return Weight(self.format, (*self.shape[:-1], hi - lo), {**self.tensors, **tensors})
 
     def check(self, where: str) -> Weight:
         """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""

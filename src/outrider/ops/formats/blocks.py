@@ -20,7 +20,7 @@ LARGEST = 6e4
 
 
 def blocks_of(weight: Weight) -> Weight | None:
-    """The same matrix in Q4_0, Q4_1 or Q8_0; None where it has no such form."""
+    """Rewrites a matrix as Q4_0, Q4_1 or Q8_0; None if it has no such form."""
     format = weight.format
     t = weight.tensors
     columns = weight.shape[-1]

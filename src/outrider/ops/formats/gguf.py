@@ -91,7 +91,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(b: Tensor, pieces: int) -> Tensor:
-    """Of each of these pieces of the last dimension low halves first, then high halves."""
+    """Splits bytes into nibbles: in each piece of the last dimension all low halves, then all high halves."""
     b = b.unflatten(-1, (pieces, -1))
     return torch.cat((b & 15, b >> 4), dim=-1).flatten(-2)
 

@@ -55,14 +55,14 @@ class IntegerFormat(Format):
 
     def quantise(self, values: Tensor) -> Weight:
         """By the largest magnitude of a group; symmetric, columns in their own order."""
-        made = IntegerFormat(self.bits, self.group, scale=self.scale)
+        format = IntegerFormat(self.bits, self.group, scale=self.scale)
         *rows, columns = values.shape
         groups = values.float().reshape(*rows, -1, self.group or columns)
         top = float(1 << (self.bits - 1))
         scale = (groups.abs().amax(-1) / (top - 0.5)).clamp_min(1e-8).to(self.scale)
         q = (groups / scale.float()[..., None]).round_().clamp_(-top, top - 1).add_(top)
         q = q.to(torch.uint8).reshape(values.shape)
-        return Weight(made, tuple(values.shape), {"q": pairs(q) if self.bits == 4 else q, "scale": scale})
+        return Weight(format, tuple(values.shape), {"q": pairs(q) if self.bits == 4 else q, "scale": scale})
 
 
 def halves(q: Tensor) -> Tensor:

@@ -205,15 +205,14 @@ def attend_kernel(
         tail = _split_of(base, FINE, MID, COARSE, NEAR, FAR)
         if WINDOW > 0:
             tail = base // FINE - tl.maximum(base - WINDOW + 1, 0) // FINE
-        own = slot >= slots
+        current = slot >= slots
         unit = tile * EACH + tl.program_id(0) - tl.cdiv(slots, SPLITS_PER_PROGRAM)
         number = unit // PIECES  # of the row
-        begin = tl.where(own, number * GROUP + unit % PIECES * BQ, begin)
-        count = tl.where(own, tl.where(first + number < end, (number + 1) * GROUP, 0), tl.where(slot < tail, count, 0))
-        slot, last = (
-            tl.where(own, tail, slot),
-            tl.where(own, tail + TAIL, tl.minimum(slot + SPLITS_PER_PROGRAM, tail)) - 1,
-        )
+        begin = tl.where(current, number * GROUP + unit % PIECES * BQ, begin)
+        row_end = tl.where(first + number < end, (number + 1) * GROUP, 0)
+        count = tl.where(current, row_end, tl.where(slot < tail, count, 0))
+        last = tl.where(current, tail + TAIL, tl.minimum(slot + SPLITS_PER_PROGRAM, tail)) - 1
+        slot = tl.where(current, tail, slot)
     m = begin + tl.arange(0, BQ)
     ok = m < count
     row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
@@ -248,8 +247,8 @@ def attend_kernel(
             each = tl.minimum(share * MINE + tl.arange(0, MINE // 64 if MINE > 64 else 1) * 64, WORDS - 1)
             prefetch(keys + line[:, None] + each[None, :])
             prefetch(values + line[:, None] + each[None, :])
-    mine = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
-    page, within = _seek(table, key_from, key_to, paths, mine, base, TREE_DEPTH, PAGE, BN)
+    sequence = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
+    page, within = _seek(table, key_from, key_to, paths, sequence, base, TREE_DEPTH, PAGE, BN)
     if PDL:
         gdc_wait()
     if key_from < key_to:
@@ -288,7 +287,7 @@ def attend_kernel(
                 # those of the next block are loaded ahead of time
                 here = page
                 places = within
-                page, within = _seek(table, k + BN, key_to, paths, mine, base, TREE_DEPTH, PAGE, BN)
+                page, within = _seek(table, k + BN, key_to, paths, sequence, base, TREE_DEPTH, PAGE, BN)
                 if TREE_DEPTH == 0:  # computed again: kept alive they would take registers
                     places = (k + tl.arange(0, BN)) % PAGE
                 kt = _fetch(keys, here, places, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
@@ -409,8 +408,8 @@ def attend(
     slots = split_count(spec, kv, cut) if shape.split else 1
     partial_out = partial_lse = out
     if shape.split:
-        kept = (rows, spec.heads, slots)
-        partial_out, partial_lse = (q.new_empty((*kept, width), dtype=torch.float32) for width in (dim, 2))
+        sizes = (rows, spec.heads, slots)
+        partial_out, partial_lse = (q.new_empty((*sizes, width), dtype=torch.float32) for width in (dim, 2))
     same = dict(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near,
         FAR=cut.far, PDL=pdl, launch_pdl=pdl,

@@ -25,12 +25,12 @@ Problem = struct(SOURCE.name, "Problem")
 class AttentionWgmma(NvrtcKernels):
     source = SOURCE
     what = "attention of prompts with heads of 512 goes"
-    own = True
+    arch_specific = True
 
     def attend(
         self, q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None, span_end: int = 0
     ) -> Tensor | None:
-        """As `attention.attend`; None: not one of these, or it cannot be compiled. cut: for measuring."""
+        """`attention.attend` by wgmma; None: another shape, or it cannot be compiled. cut: for measuring."""
         packed = kv.max_rows * (spec.heads // spec.kv_heads)
         if cut is None and packed <= MIN_QUERIES:
             return None
@@ -54,7 +54,7 @@ class AttentionWgmma(NvrtcKernels):
 
 
 def map_of(cache: Tensor | None) -> TensorMap:
-    """Of a layer's keys or values [pages, kv_heads, page, D]: by up to 32 positions of a page."""
+    """Tensor map of a layer's keys or values [pages, kv_heads, page, D], by up to 32 positions of a page."""
     assert cache is not None
     width = cache.shape[-1]
     return tensor_map(cache.data_ptr(), cache.numel() // width, width, width, min(cache.shape[2], 32), False)

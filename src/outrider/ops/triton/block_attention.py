@@ -132,11 +132,11 @@ def block_attend_kernel(
         seen = (live & (key >= low))[None, :] & (n + at[:, None] - key[None, :] < window)
         acc, total, top = _take(query, kt, vt, seen, acc, total, top, scale, PREC)
     if split == splits - 1:
-        mine = (b * KV_HEADS + kv_head) * capacity
+        base = (b * KV_HEADS + kv_head) * capacity
         for k in range(0, first + slots, BN):
             key = k + tl.arange(0, BN)
             live = key < first + slots
-            place = (mine + key)[:, None].to(tl.int64) * D + d[None, :]
+            place = (base + key)[:, None].to(tl.int64) * D + d[None, :]
             there = live[:, None] & d_ok[None, :]
             kt = tl.load(own_k + place, mask=there, other=0.0)
             vt = tl.load(own_v + place, mask=there, other=0.0)
@@ -177,21 +177,22 @@ def block_combine_kernel(
 
 
 def attend_block(
-    ops: Launcher, q: Tensor, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, own: BlockRows, first: int
+    ops: Launcher, q: Tensor, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView, block: BlockRows, first: int
 ) -> Tensor:
     spec = attn.spec
-    size, kv_heads, capacity, dim = own.keys.shape
+    size, kv_heads, capacity, dim = block.keys.shape
     cos, sin = angles
     pdl = ops.pdl
     rows = q.shape[0]
     group = spec.heads // spec.kv_heads
     slots = rows // size
-    heads = made.shape[1] // dim
+    heads = kv_rows.shape[1] // dim
     turned = torch.empty_like(q)
     block_rope_kernel[(rows, spec.heads + 2 * kv_heads)](
-        q, made, cos, sin, cos if attn.q_norm is None else attn.q_norm, cos if attn.k_norm is None else attn.k_norm,
-        turned, own.keys, own.values, slots, first, capacity, spec.eps, HEADS=spec.heads, KV_HEADS=kv_heads, MADE=heads,
-        HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), Q_NORM=attn.q_norm is not None,
+        q, kv_rows, cos, sin, cos if attn.q_norm is None else attn.q_norm, cos if attn.k_norm is None else attn.k_norm,
+        turned, block.keys, block.values, slots, first, capacity, spec.eps,
+        HEADS=spec.heads, KV_HEADS=kv_heads, MADE=heads, HALF=dim // 2,
+        BLOCK=triton.next_power_of_2(dim // 2), Q_NORM=attn.q_norm is not None,
         K_NORM=attn.k_norm is not None, NORM_V=spec.norm_v, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )
     keys = kv.keys[spec.kv_layer]
@@ -212,15 +213,16 @@ def attend_block(
     splits = max(1, min(triton.cdiv(PROGRAMS, size * kv_heads * tiles), triton.cdiv(reach, 2 * bn), MAX_SPLITS))
     chunk = triton.cdiv(triton.cdiv(reach, splits), bn) * bn
     out = torch.empty_like(q)
-    kept = (rows, spec.heads, splits)
+    sizes = (rows, spec.heads, splits)
     partial_out = out
     partial_lse = out
     if splits > 1:
-        partial_out, partial_lse = (q.new_empty((*kept, width), dtype=torch.float32) for width in (dim, 2))
+        partial_out, partial_lse = (q.new_empty((*sizes, width), dtype=torch.float32) for width in (dim, 2))
     block_attend_kernel[(splits, kv_heads * tiles, size)](
-        turned, keys, values, own.keys, own.values, table, own.end, out, partial_out, partial_lse, table.stride(0),
-        keys.stride(0), spec.scale * LOG2E, slots, first, capacity, splits, chunk, back, window, HEADS=spec.heads,
-        KV_HEADS=kv_heads, D=dim, DP=padded, PAGE=kv.page_size, CAUSAL=attn.causal, BQ=bq, BN=bn, SPLIT=splits > 1,
+        turned, keys, values, block.keys, block.values, table, block.end, out, partial_out, partial_lse,
+        table.stride(0), keys.stride(0), spec.scale * LOG2E, slots, first, capacity, splits, chunk, back, window,
+        HEADS=spec.heads, KV_HEADS=kv_heads, D=dim, DP=padded, PAGE=kv.page_size,
+        CAUSAL=attn.causal, BQ=bq, BN=bn, SPLIT=splits > 1,
         PREC=precision(q), PDL=pdl, num_warps=8 if padded > 256 else 4, num_stages=2, launch_pdl=pdl,
     )
     if splits > 1:

@@ -158,8 +158,8 @@ def top_clusters_kernel(
     above = key > least
     level = (key == least) & (c < clusters)
     room = TOP - tl.sum(above.to(tl.int32), 0)
-    taken = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
-    tl.store(best + row * TOP + tl.cumsum(taken.to(tl.int32), 0) - 1, c.to(tl.int64), mask=taken)
+    selected = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+    tl.store(best + row * TOP + tl.cumsum(selected.to(tl.int32), 0) - 1, c.to(tl.int64), mask=selected)
     tl.debug_barrier()  # what other threads of this program stored is read
     p = tl.arange(0, PLACES)
     ids = tl.load(best + row * TOP + p, mask=p < TOP, other=0)

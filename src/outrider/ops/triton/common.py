@@ -28,7 +28,7 @@ class Launcher(Protocol):
 
 
 def precision(x: Tensor) -> str:
-    """Of the products with x."""
+    """Input precision of `tl.dot` for products with x."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
@@ -86,8 +86,11 @@ def epilogue(
     acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):
-    """What is done with the sums of a tile [rows, cols] before they are stored; GATED: acc is the gate's, and up's go
-    with it. Rounded where the plain twin rounds: after the product, after the activation."""
+    """Applies bias, activation, product and soft-cap to a tile's sums [rows, cols] and stores them.
+
+    GATED: acc holds the gate's sums, up the other half. Rounds where the reference rounds: after the product, after the
+    activation.
+    """
     kind = out.dtype.element_ty
     ok = (rows[:, None] < M) & (cols[None, :] < N)
     if BIAS:
@@ -107,7 +110,7 @@ def epilogue(
 
 def epilogue_arguments(end: Epilogue, out: Tensor) -> tuple[tuple[Tensor, ...], int, float, dict[str, int | str]]:
     """For `epilogue`: its tensors, mul_stride, softcap, and its constants."""
-    given = (out if end.bias is None else end.bias, out if end.mul is None else end.mul, out)
+    pointers = (out if end.bias is None else end.bias, out if end.mul is None else end.mul, out)
     there = dict(BIAS=end.bias is not None, MUL=end.mul is not None, SOFTCAP=end.softcap is not None)
     stride = 0 if end.mul is None else end.mul.stride(0)
-    return given, stride, float(end.softcap or 0.0), dict(GATED=end.gated, ACT=end.act, **there)
+    return pointers, stride, float(end.softcap or 0.0), dict(GATED=end.gated, ACT=end.act, **there)

@@ -275,10 +275,10 @@ def attend_kernel(
     pdl_start(PDL)
     if lo < hi:
         head = kv * GROUP + g
-        mine = (g < GROUP)[:, None]
+        in_group = (g < GROUP)[:, None]
         from_q = q + head[:, None] * D + half
-        qa = tl.load(from_q, mask=mine, other=0.0)
-        qb = tl.load(from_q + HALF, mask=mine, other=0.0)
+        qa = tl.load(from_q, mask=in_group, other=0.0)
+        qb = tl.load(from_q + HALF, mask=in_group, other=0.0)
         c = tl.load(cos + half)
         sn = tl.load(sin + half)
         inv = (tl.rsqrt((tl.sum(qa * qa, 1) + tl.sum(qb * qb, 1)) / D + EPS) * SCALE)[:, None]
@@ -304,7 +304,7 @@ def attend_kernel(
                 kb = _wide(tl.load(keys + at + HALF + half, mask=live, other=0.0))
                 v = _wide(tl.load(values + at + d, mask=live, other=0.0))
         to = head * S + split
-        tl.store(part + to[:, None] * D + d, acc, mask=mine)
+        tl.store(part + to[:, None] * D + d, acc, mask=in_group)
         tl.store(ml + to * 2, top, mask=g < GROUP)
         tl.store(ml + to * 2 + 1, mass, mask=g < GROUP)
 

@@ -407,14 +407,14 @@ def launch_of(
         programs = tiles * splits if whole else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0
         sums = (programs if splits > 1 else programs + 1 if cut else 0) * sums_of_tile
-        given = (
+        launch_arguments = (
             matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(x, shape.bm2, shape.bk),
             matrix_descriptor(w, shape.bn, shape.bk), *tensors, x.new_empty(sums, dtype=torch.float32) if sums else out,
             device.semaphores, rows, n, k, *numbers,
         )
         if splits > 1:
-            return GemmLaunch(splitk_kernel, (programs,), given, ends, out)
-        return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(CUT=cut), out)
+            return GemmLaunch(splitk_kernel, (programs,), launch_arguments, ends, out)
+        return GemmLaunch(streamk_kernel, (programs,), launch_arguments, ends | dict(CUT=cut), out)
     grid = (tiles_m, tiles_n, 1 if serial_splitk else splits)
     partial_out = x.new_empty(tiles_m * tiles_n * splits * sums_of_tile, dtype=torch.float32) if grid[2] > 1 else out
     arguments = (

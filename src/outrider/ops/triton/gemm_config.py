@@ -228,8 +228,8 @@ STREAMK_MAX_WHOLE_TILES = 132
 
 
 def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """As `_many_row_configs`, for stream-K. Tiles are cut only where each has weights of its own: they would
-    be fetched from memory once for every row of tiles."""
+    """Candidates of stream-K, like `_many_row_configs`. Tiles are cut only if each has weights of its own: else they
+    would be fetched from memory once for every row of tiles."""
     spans = tile.splits
     if rows > STREAMK_MAX_ROWS:
         return
@@ -255,8 +255,8 @@ CUT_MAX_ROWS = 2048  # beyond them idle SMs leave their power to the others, and
 
 
 def _wgmma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """As `_many_row_configs`, for gemm_wgmma: clusters of two blocks on 132 sms. Handing over the sums of cut tiles
-    costs 0.4 of a tile."""
+    """Candidates of gemm_wgmma, like `_many_row_configs`: clusters of two blocks on 132 SMs. Handing over the sums of
+    cut tiles costs 0.4 of a tile."""
     for (bn, swap_ab), rate in WGMMA_RATES.items():
         if (swap_ab and rows > SWAP_MAX_ROWS) or (bn == 256 and tile.splits > 1):
             continue
@@ -285,5 +285,6 @@ def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int
             spans = tile.splits if not serial_splitk else 1
             each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
             each = each + (tile.splits if serial_splitk else 0) + _logits(n)
-            rest = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
-            yield triton.cdiv(tiles * spans, 132) * each + rest, _swap_ab_config(bm, more, wide, sides, serial_splitk)
+            reduction_us = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
+            config = _swap_ab_config(bm, more, wide, sides, serial_splitk)
+            yield triton.cdiv(tiles * spans, 132) * each + reduction_us, config

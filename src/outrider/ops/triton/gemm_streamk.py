@@ -87,7 +87,7 @@ def splitk_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The same for weights of several spans, one program per span: all store their sums, and the last one adds them in
+    """Split-K for weights of several spans, one program per span: all store their sums, and the last one adds them in
     order."""
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)

@@ -41,7 +41,7 @@ class WgmmaTile:
 class GemmWgmma(NvrtcKernels):
     source = SOURCE
     what = "products of many rows go"
-    own = True
+    arch_specific = True
 
     def product(
         self, x: Tensor, w: Tensor, end: Epilogue, pdl: bool, reduction: GemmReduction, tile: WgmmaTile

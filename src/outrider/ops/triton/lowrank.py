@@ -62,9 +62,9 @@ class Shrunk:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Where the first two matrices end."""
-        first, second, *_ = (*accumulate(self.change.rows), 0, 0)
-        return first, second
+        """Last rows, exclusive, of the first two matrices."""
+        ends = [*accumulate(self.change.rows), 0, 0]
+        return ends[0], ends[1]
 
     @property
     def fits(self) -> bool:
@@ -182,7 +182,7 @@ def lowrank_delta(
     j = tl.arange(0, BR)
     first = tl.load(ranges + r * 3, mask=r < count, other=0)
     end = first + tl.load(ranges + r * 3 + 1, mask=r < count, other=0)
-    own = (rows[:, None] >= first[None, :]) & (rows[:, None] < end[None, :])  # [BM, RANGES]
+    in_range = (rows[:, None] >= first[None, :]) & (rows[:, None] < end[None, :])  # [BM, RANGES]
     part_of = (w_rows >= END_0).to(tl.int32) * (PARTS > 1) + (w_rows >= END_1).to(tl.int32) * (PARTS > 2)
     lowest = tl.min(part_of, 0)
     highest = tl.max(part_of, 0)
@@ -194,7 +194,7 @@ def lowrank_delta(
                 at = u + rows.to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + rank + j[None, :]
                 of_row = tl.load(at, mask=live[:, None] & (j >= 0)[None, :], other=0.0)
                 block = side_by_side(b, ranges, count, w_rows, OUT, rank, WIDE, RANK, BR, RANGES)
-                apart = tl.where(own[:, :, None], of_row[:, None, :], tl.zeros_like(of_row)[:, None, :])
+                apart = tl.where(in_range[:, :, None], of_row[:, None, :], tl.zeros_like(of_row)[:, None, :])
                 apart = tl.reshape(apart, (BM, RANGES * BR))
                 if SWAP_AB:
                     acc = tl.dot(block, tl.trans(apart), acc, input_precision=PREC)

@@ -176,15 +176,15 @@ def mix(
     rows, hidden = stream.shape
     x = stream.contiguous()
     whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
-    given = (end.post_norm, end.scale, end.next_norm)
-    post, scaled, normed = (whole and w is not None for w in given)
+    operands = (end.post_norm, end.scale, end.next_norm)
+    post, scaled, normed = (whole and w is not None for w in operands)
     x_out = torch.empty_like(x)
     h_out = torch.empty_like(x) if normed else x_out
     block, warps = width_warps(hidden)
     mix_epilogue_kernel[(rows,)](
         pair_out, weight, dense.contiguous(), end.dense_norm, end.routed_norm, x,
-        *(x if w is None else w for w in given),
+        *(x if w is None else w for w in operands),
         x_out, h_out, hidden, end.eps, TOP=len(weight) // rows, PARTS=len(dense) if dense.dim() == 3 else 0, ADD=whole,
         OUT=post, SCALE=scaled, NEXT=normed, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )
-    return (x_out, h_out) if whole else residual_norm(x, x_out, *given, end.eps, pdl)[:2]
+    return (x_out, h_out) if whole else residual_norm(x, x_out, *operands, end.eps, pdl)[:2]

@@ -113,8 +113,10 @@ class MoeGemvPlan:
         tiles = top * inner // 8
         units = top * hidden // 16
         dense = 0
-        span, splits = (chunks, 1)
-        down_span, down_splits = (0, 0)
+        span = chunks
+        splits = 1
+        down_span = 0
+        down_splits = 0
         down_chunks = 0
         if beside is not None:
             dense = beside.down.shape[1]
@@ -190,9 +192,9 @@ class MoeGemvInt8(NvrtcKernels):
         router = as_tensor(layer.experts.router)
         span, splits = layer.plan.router
         z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
-        given = (router_in.data_ptr(), router.data_ptr(), z.data_ptr())
+        pointers = (router_in.data_ptr(), router.data_ptr(), z.data_ptr())
         shared = splits * (8 * (2 * span + 32) + 256)
-        layer.kernels[0](len(router) // 8, 32 * splits, shared, [*given, layer.plan.shape], pdl)
+        layer.kernels[0](len(router) // 8, 32 * splits, shared, [*pointers, layer.plan.shape], pdl)
         return z
 
     def answers(
@@ -217,23 +219,28 @@ class MoeGemvInt8(NvrtcKernels):
         assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
         blocks = self.sms
         _, gate_up, down = layer.kernels
-        at = lambda *tensors: [t.data_ptr() for t in tensors]  # noqa: E731
         scale = experts.expert_scale
-        given = at(z, scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
-        gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*given, shape], pdl)
-        given = at(z, between, b.words, b.factor, pairs, dense_between, second.words, second.factor, dense_out)
-        down(blocks, 32 * plan.down_warps, plan.down_shared, [*given, shape], pdl)
+        pointers = addresses(z, scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
+        gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*pointers, shape], pdl)
+        pointers = addresses(
+            z, between, b.words, b.factor, pairs, dense_between, second.words, second.factor, dense_out
+        )
+        down(blocks, 32 * plan.down_warps, plan.down_shared, [*pointers, shape], pdl)
         return pairs, weight, dense_out
 
     def kernels(self, plan: MoeGemvPlan, act: str) -> list[Kernel] | None:
         """None: they cannot be compiled."""
-        made = list[Kernel]()
+        kernels = list[Kernel]()
         for name in ("experts_router", "experts_gate_up", "experts_down"):
             kernel = self.kernel(name, flags_of(plan, act))
             if kernel is None:
                 return None
-            made.append(kernel)
-        return made
+            kernels.append(kernel)
+        return kernels
+
+
+def addresses(*tensors: Tensor) -> list[int]:
+    return [t.data_ptr() for t in tensors]
 
 
 def flags_of(plan: MoeGemvPlan, act: str) -> Flags:

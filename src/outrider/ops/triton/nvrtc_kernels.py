@@ -22,7 +22,7 @@ class NvrtcKernels:
 
     source: Path
     what: str  # runs in Triton if there are none
-    own = False  # they use instructions of this architecture alone
+    arch_specific = False  # they use instructions of this architecture alone
 
     def __init__(self, device: torch.device, semaphores: Tensor):
         """semaphores: counters that every launch leaves at 0."""
@@ -52,7 +52,8 @@ class NvrtcKernels:
         key = (name, *flags.items())
         if key not in self.made:
             try:
-                self.made[key] = Kernel(self.source.read_text(), name, flags, self.device, self.room, self.own)
+                source = self.source.read_text()
+                self.made[key] = Kernel(source, name, flags, self.device, self.room, self.arch_specific)
             except CudaError as error:  # a toolchain may be broken in many ways; Triton's kernels are the fallback
                 self.say(error)
                 self.usable = False

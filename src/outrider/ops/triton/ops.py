@@ -77,9 +77,11 @@ class TritonOps(ReferenceOps):
         whole = join(here)
         if whole is not None:
             return repack(whole) if len(whole.shape) == 2 else hold_experts(whole)
-        made = [repack(p) for p in here]
-        held = tuple(m for m in made if m is not None)
-        return Parts((sum(p.shape[0] for p in parts), parts[0].shape[1]), held) if len(held) == len(made) else None
+        repacked = [repack(p) for p in here]
+        packed = tuple(m for m in repacked if m is not None)
+        if len(packed) < len(repacked):
+            return None
+        return Parts((sum(p.shape[0] for p in parts), parts[0].shape[1]), packed)
 
     def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         if mode not in MODES:
@@ -87,8 +89,8 @@ class TritonOps(ReferenceOps):
         format = rounded_to(mode, dense.shape)
         if format is None:
             return self.prepare(dense)
-        made = repack(format.quantise(dense)) if dense.dim() == 2 else round_experts(dense, format)
-        return made or self.prepare(dense)
+        weight = repack(format.quantise(dense)) if dense.dim() == 2 else round_experts(dense, format)
+        return weight or self.prepare(dense)
 
     def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         return super().take_rows(self.unpack(weight), order)
@@ -115,8 +117,8 @@ class TritonOps(ReferenceOps):
         if not isinstance(w, Parts):
             return dense_gemm(x, as_tensor(w), self.gemm, end)
         if end.act:
-            made = self.product(x, w, replace(end, mul=None, act=""))
-            gate, up = made.chunk(2, dim=-1) if end.mul is None else (made, end.mul)
+            result = self.product(x, w, replace(end, mul=None, act=""))
+            gate, up = result.chunk(2, dim=-1) if end.mul is None else (result, end.mul)
             return self.act_mul(gate, up, end.act)
         outs = []
         at = 0
@@ -141,12 +143,12 @@ class TritonOps(ReferenceOps):
 
     @cached_property
     def more(self) -> W4A16Wgmma | None:
-        """The same for more of them."""
+        """Kernels for more tokens, created with the first quantised product."""
         return None if self.few is None else W4A16Wgmma(self.semaphores.device, self.semaphores)
 
     @cached_property
     def many(self) -> W4A16Gemm | None:
-        """The same for prompts and for batches with drafts."""
+        """Kernels for prompts and for batches with drafts, created with the first quantised product."""
         return None if self.few is None else W4A16Gemm(self.semaphores.device, self.semaphores)
 
     @cached_property
@@ -238,13 +240,13 @@ class TritonOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         experts = layer.experts
         few = self.moe_gemv_int8 if len(x) <= MAX_MOE_GEMV_ROWS and isinstance(experts.down, QuantExperts) else None
-        held = None if few is None else few.layer(x, experts, layer.mlp)
-        if few is None or held is None:
+        fused = None if few is None else few.layer(x, experts, layer.mlp)
+        if few is None or fused is None:
             dense, join = self.dense_mlp(h, layer.mlp, experts.act)
             return self._mixed(dense, router_in, x, stream, layer, join)
-        beside, join = self.dense_mlp(h, layer.mlp, experts.act) if held.mlp is None else (None, lambda: self.pdl)
-        z = few.logits(held, router_in, self.pdl)
-        pairs, weight, dense = few.answers(held, z, x, h, self.pdl)
+        beside, join = self.dense_mlp(h, layer.mlp, experts.act) if fused.mlp is None else (None, lambda: self.pdl)
+        z = few.logits(fused, router_in, self.pdl)
+        pairs, weight, dense = few.answers(fused, z, x, h, self.pdl)
         return moe.mix(pairs, weight, dense if beside is None else beside, stream, layer.end, join())
 
     def moe_next_to(
@@ -269,13 +271,13 @@ class TritonOps(ReferenceOps):
         main = torch.cuda.current_stream(self.semaphores.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            made = ops.linear(ops.gated_linear(h, mlp[0], act), mlp[1])
+            result = ops.linear(ops.gated_linear(h, mlp[0], act), mlp[1])
 
         def join() -> bool:
             main.wait_stream(side)
             return False  # it follows two kernels
 
-        return made, join
+        return result, join
 
     @cached_property
     def side_stream(self) -> tuple[TritonOps, torch.cuda.Stream]:

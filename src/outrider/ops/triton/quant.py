@@ -327,8 +327,10 @@ def quant_linear(
 def weight_arguments(
     x: Tensor, w: QuantWeight, tokens: int, out: Tensor, pdl: bool
 ) -> tuple[list[Tensor], int, dict[str, int | str]]:
-    """What kernels take of x and the weight: tensors from x to factor, sums_stride, constants. tokens: of a tile; out:
-    in place of what there is not."""
+    """Kernel arguments of x and the weight: tensors from x to factor, sums_stride, constants.
+
+    tokens: of a tile; out: placeholder for absent tensors.
+    """
     sums = out if w.zero_point is None else group_sums(x, w, tokens, pdl)
     beside = (w.words if t is None else t for t in (w.high, w.scale, w.zero_point))
     constants = dict(

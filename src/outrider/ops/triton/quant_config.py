@@ -46,8 +46,8 @@ class QuantTile:
 
 
 def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
-    """As many programs of 64 rows as are at work at once, six on each of 132 sms, but none with less than four
-    chunks."""
+    """Cuts a matrix into the number of programs of 64 rows that run at once, six on each of 132 SMs, with at least
+    four chunks each."""
     tiles = triton.cdiv(n, 64)
     chunks = triton.cdiv(k * bits, 1024)
     return QuantTile(64, max(1, min(780 // tiles, chunks // 4)), 4)

@@ -44,8 +44,8 @@ def hold_experts(weight: Weight) -> QuantExperts | None:
     if any(unit.shared for unit in weight.format.units.values()):
         return None
     rows = {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()}
-    made = repack(Weight(weight.format, (count * n, k), rows))
-    return None if made is None else QuantExperts((count, n, k), made)
+    flat = repack(Weight(weight.format, (count * n, k), rows))
+    return None if flat is None else QuantExperts((count, n, k), flat)
 
 
 def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:

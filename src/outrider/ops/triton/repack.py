@@ -219,8 +219,11 @@ def _grid(weight: Weight) -> Grid | None:
                 scale = scale.to(torch.float16)  # exact, and the offset keeps three more bits
         four = format.bits == 4
         order = t.get("order")
-        values = lambda lo, hi: halves(t["q"][lo:hi]) if four else t["q"][lo:hi] ^ 128  # noqa: E731
-        return Grid(Codes.INT4 if four else Codes.INT8, format.group, values, scale, zero_point, order=order)
+
+        def integer_codes(lo: int, hi: int) -> Tensor:
+            return halves(t["q"][lo:hi]) if four else t["q"][lo:hi] ^ 128
+
+        return Grid(Codes.INT4 if four else Codes.INT8, format.group, integer_codes, scale, zero_point, order=order)
     if isinstance(format, Float8Format):
         return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
     if isinstance(format, NvFp4Format):
@@ -233,5 +236,8 @@ def _grid(weight: Weight) -> Grid | None:
     rows = t["blocks"]
     factors, offsets = (None if t is None else t.to(torch.float16) for t in scales_of(kind, rows))
     assert factors is not None
-    values = lambda lo, hi: codes_of(kind, rows[lo:hi]).view(torch.uint8)  # noqa: E731
-    return Grid(GGUF_CODES[kind], weight.shape[1] // factors.shape[1], values, factors, offsets)
+
+    def block_codes(lo: int, hi: int) -> Tensor:
+        return codes_of(kind, rows[lo:hi]).view(torch.uint8)
+
+    return Grid(GGUF_CODES[kind], weight.shape[1] // factors.shape[1], block_codes, factors, offsets)

@@ -152,8 +152,8 @@ def rope_write(ops: Launcher, qkv: Tensor, angles: Angles, norms: HeadNorms, spe
     return q
 
 
-def write_context(ops: Launcher, made: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-    rope_write(ops, made, angles, (None, attn.k_norm), replace(attn.spec, heads=0), kv)
+def write_context(ops: Launcher, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
+    rope_write(ops, kv_rows, angles, (None, attn.k_norm), replace(attn.spec, heads=0), kv)
 
 
 @triton.jit

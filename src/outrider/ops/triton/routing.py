@@ -53,13 +53,13 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
     for base in range(0, pairs, BLOCK):
         less += (tl.load(chosen + base + i, mask=base + i < pairs, other=1 << 30) < e).to(tl.int32)
     before = tl.sum(less, 0)
-    found = 0
+    num_experts = 0
     for base in range(0, pairs, BLOCK):
         hit = tl.load(chosen + base + i, mask=base + i < pairs, other=-1) == e
-        place = before + found + tl.cumsum(hit.to(tl.int32), 0) - 1
+        place = before + num_experts + tl.cumsum(hit.to(tl.int32), 0) - 1
         tl.store(members + place, base + i, mask=hit)
-        found += tl.sum(hit.to(tl.int32), 0)
-    tl.store(counts + e, found)
+        num_experts += tl.sum(hit.to(tl.int32), 0)
+    tl.store(counts + e, num_experts)
 
 
 @triton.jit

@@ -124,7 +124,8 @@ def branch(
     chunks = triton.cdiv(n, CHUNK)
     best, where = (logits.new_empty((rows, chunks, BRANCH), dtype=kind) for kind in (torch.float32, torch.int32))
     mass = logits.new_empty((rows, chunks), dtype=torch.float32)
-    logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
+    named = logits if ids is None else ids.contiguous()
+    logits = logits.contiguous()
     drawn = (mass,) * 4
     if noise is not None:
         drawn = (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
@@ -150,7 +151,7 @@ def comb_kernel(
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, SPACE)
     pdl_start(PDL)
-    given = tl.full((), 1.0, tl.float32)
+    reach = tl.full((), 1.0, tl.float32)
     for level in tl.static_range(DEPTH):
         at = b * of_batch + level * of_level
         z = tl.load(scores + at + c, mask=c < parts, other=float("-inf"))
@@ -158,7 +159,7 @@ def comb_kernel(
         most = tl.max(z, 0)
         most = tl.where(most == float("-inf"), 0.0, most)
         total = tl.sum(tl.where(z > float("-inf"), tl.exp(z - most), 0.0), 0)
-        share = given / tl.maximum(total, 1.0)
+        share = reach / tl.maximum(total, 1.0)
         for rank in tl.static_range(BRANCH):
             top, part = tl.max(z, 0, return_indices=True, return_indices_tie_break_left=True)
             likely = tl.where(top > float("-inf"), share * tl.exp(top - most), 0.0)
@@ -168,7 +169,7 @@ def comb_kernel(
             tl.store(chance + to, likely)
             tl.store(chain + to, 1 if rank == 0 else 0)
             if rank == 0:
-                given = likely
+                reach = likely
             z = tl.where(c == part, float("-inf"), z)
 
 
@@ -198,25 +199,25 @@ def plant_kernel(
     if PDL:
         gdc_wait()
     likely = tl.load(chance + at, mask=real, other=-1.0)
-    kept = real & (tl.sum(_before(likely, i), 1) < COUNT)
+    selected = real & (tl.sum(_before(likely, i), 1) < COUNT)
     order = tl.where(tl.load(chain + at, mask=real, other=0) > 0, i, i + SPACE)
     # of the row, where it is kept
-    number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)
-    tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
+    number = 1 + tl.sum(((order[None, :] < order[:, None]) & selected[None, :]).to(tl.int32), 1)
+    tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=selected)
     first = b * (COUNT + 1)
     depth = i // EACH + 1
     row = first + number
-    tl.store(to_depth + row, depth.to(tl.int64), mask=kept)
+    tl.store(to_depth + row, depth.to(tl.int64), mask=selected)
     ancestor = i.to(tl.int64)
-    mine = number
+    node = number
     for up in tl.static_range(DEPTH):
-        tl.store(to_paths + row * (DEPTH + 1) + depth - up, mine, mask=kept & (depth > up))
-        tl.store(to_paths + row * (DEPTH + 1) + depth + 1 + up, number, mask=kept & (depth + up < DEPTH))
+        tl.store(to_paths + row * (DEPTH + 1) + depth - up, node, mask=selected & (depth > up))
+        tl.store(to_paths + row * (DEPTH + 1) + depth + 1 + up, number, mask=selected & (depth + up < DEPTH))
         ancestor = tl.load(parents + b * FOUND + ancestor, mask=real & (ancestor >= 0), other=-1)
-        mine = tl.sum(tl.where(ancestor[:, None] == i[None, :], number[None, :], 0), 1)
+        node = tl.sum(tl.where(ancestor[:, None] == i[None, :], number[None, :], 0), 1)
         if up == 0:
-            tl.store(to_above + row, first + mine, mask=kept)
-    tl.store(to_paths + row * (DEPTH + 1), number * 0, mask=kept)
+            tl.store(to_above + row, first + node, mask=selected)
+    tl.store(to_paths + row * (DEPTH + 1), number * 0, mask=selected)
     root = tl.arange(0, 32)  # the newest token: DEPTH is at most 16
     tl.store(to_paths + first * (DEPTH + 1) + root, root * 0, mask=root <= DEPTH)
     tl.store(to_depth + first, first * 0)
@@ -225,16 +226,17 @@ def plant_kernel(
 
 def build_fixed_tree(ops: Launcher, nodes: Nodes, count: int, depth: int) -> TreeRows:
     # int64
-    batch, found = nodes.tokens.shape
+    batch, num_candidates = nodes.tokens.shape
     empty = nodes.tokens.new_empty
     rows = batch * (count + 1)
-    made = TreeRows(empty((batch, count)), empty(rows), empty((rows, depth + 1), dtype=torch.int32), empty(rows))
+    tree = TreeRows(empty((batch, count)), empty(rows), empty((rows, depth + 1), dtype=torch.int32), empty(rows))
     plant_kernel[(batch,)](
-        nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors,
-        made.parent_rows, FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth,
+        nodes.tokens, nodes.parents, nodes.chance, nodes.chain, tree.tokens, tree.depth, tree.ancestors,
+        tree.parent_rows, FOUND=num_candidates, SPACE=triton.next_power_of_2(num_candidates), COUNT=count,
+        EACH=num_candidates // depth,
         DEPTH=depth, PDL=ops.pdl, num_warps=8, launch_pdl=ops.pdl,
     )
-    return made
+    return tree
 
 
 @triton.jit(do_not_specialize_on_alignment=["start_of", "limit"])
@@ -248,9 +250,9 @@ def walk_kernel(
     first = tl.load(start_of + b).to(tl.int64)
     end = tl.load(start_of + b + 1).to(tl.int64)
     row = first + i
-    mine = row < end
-    parent = tl.load(above + row, mask=mine, other=-2)
-    token = tl.load(ids + row, mask=mine, other=-1)
+    in_tree = row < end
+    parent = tl.load(above + row, mask=in_tree, other=-2)
+    token = tl.load(ids + row, mask=in_tree, other=-1)
     at = first
     accepted = first * 0
     going = first >= 0
@@ -259,7 +261,7 @@ def walk_kernel(
     tl.store(to_tokens + to, choice)
     tl.store(to_rows + to, first * 0)
     for depth in tl.static_range(DEPTH):
-        child = tl.min(tl.where(mine & (parent == at) & (token == choice), row, end), 0)
+        child = tl.min(tl.where(in_tree & (parent == at) & (token == choice), row, end), 0)
         going = going & (child < end)
         if LIMIT:
             going = going & (tl.load(limit + b) > depth)
@@ -301,9 +303,9 @@ def keep_path_kernel(
     d = tl.arange(0, DP)
     pdl_start(PDL)
     base = tl.load(length + b)
-    taken = tl.load(accepted + b)
+    num_accepted = tl.load(accepted + b)
     source = tl.load(rows + b * TREE_DEPTH + depth, mask=depth < TREE_DEPTH, other=0)
-    moves = (depth < TREE_DEPTH) & (depth <= taken) & (source != depth)
+    moves = (depth < TREE_DEPTH) & (depth <= num_accepted) & (source != depth)
     if tl.sum(moves.to(tl.int32), 0) > 0:
         to = tl.load(caches + cache).to(tl.pointer_type(like.dtype.element_ty))
         pages = table + b * table_stride

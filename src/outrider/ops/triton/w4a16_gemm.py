@@ -99,7 +99,7 @@ def choose_tile(shape: W4A16Shape, clusters: int, room: int) -> W4A16Tile | None
 class W4A16Gemm(NvrtcKernels):
     source = SOURCE
     what = "4-bit weights at more than 40 tokens go"
-    own = True
+    arch_specific = True
 
     def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
@@ -130,8 +130,8 @@ class W4A16Gemm(NvrtcKernels):
             tensor_map(x.data_ptr(), rows, x.shape[1], x.stride(0), tile.tokens // 2, False),
             tensor_map(w.words.data_ptr(), w.words.numel() // 32, 64, 64, ROWS // (1 + extras.gated), False),
         ]
-        held = (w.scale, w.zero_point, sums, out, partial_out, self.semaphores)
-        addresses = [0 if t is None else t.data_ptr() for t in held]
+        buffers = (w.scale, w.zero_point, sums, out, partial_out, self.semaphores)
+        addresses = [0 if t is None else t.data_ptr() for t in buffers]
         shared = tile.shared(shape.groups, shape.has_zero_point)
         kernel(2 * min(items, self.sms // 2), THREADS, shared, [*maps, *addresses, problem], pdl)
         return out

@@ -59,7 +59,7 @@ def blocks_of_a_span(units: WorkUnits, blocks: int) -> int:
 class W4A16Wgmma(NvrtcKernels):
     source = SOURCE
     what = "4-bit weights at 9 to 40 tokens go"
-    own = True
+    arch_specific = True
 
     def product(
         self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
@@ -68,7 +68,8 @@ class W4A16Wgmma(NvrtcKernels):
         these."""
         if not self.usable or not suits(x, w, extras) or not whole_tiles(lora):
             return None
-        rows, n, k = x.shape[0], *w.shape
+        rows = x.shape[0]
+        n, k = w.shape
         units = units_of(w)
         groups = PLANES // w.per
         has_zero_point = w.zero_point is not None

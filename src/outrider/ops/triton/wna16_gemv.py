@@ -80,7 +80,7 @@ class WorkUnits:
         return self.tiles * self.splits - self.longs
 
     def edges(self, blocks: int) -> tuple[list[int], list[int]]:
-        """Where each block's long units and its short ones begin, and where the last one's end: as the kernel has it.
+        """First long and first short unit of each block, and the ends of the last one's, as the kernel counts them.
         The last blocks have one long unit more, the first ones a short one."""
         late = blocks - self.longs % blocks
         longs = [b * (self.longs // blocks) + max(0, b - late) for b in range(blocks + 1)]
@@ -116,7 +116,8 @@ class WNA16Gemv(NvrtcKernels):
         these."""
         if not self.usable or not supports(x, w, extras) or not whole_tiles(lora):
             return None
-        rows, n, k = x.shape[0], *w.shape
+        rows = x.shape[0]
+        n, k = w.shape
         units = units_of(w)
         block = choose_block(units, WeightChunk.of(w), rows, self.sms, self.room)
         kernel = None if block is None else self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0], lora))
@@ -126,7 +127,8 @@ class WNA16Gemv(NvrtcKernels):
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         sums = units.tiles * units.splits * WARP_ROWS * tokens_of(rows)
         partial_out = x.new_empty(sums, dtype=torch.float32) if units.splits > 1 else out
-        blocks, warps, shared = self.sms, *block
+        blocks = self.sms
+        warps, shared = block
         shape = Shape(
             rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), -(-(1 << 32) // units.tiles),
             units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
@@ -143,7 +145,7 @@ def supports(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
 
 
 def compared(x: Tensor, w: QuantWeight, extras: Epilogue) -> bool:
-    """The same for any number of tokens."""
+    """Whether the kernel supports this product for some number of tokens."""
     n, k = w.shape
     plain = all(part is None for part in (extras.bias, extras.mul, extras.softcap))
     if not plain or extras.out_dtype not in (None, torch.bfloat16):
@@ -173,7 +175,7 @@ def tokens_of(rows: int) -> int:
 
 
 def units_of(w: QuantWeight) -> WorkUnits:
-    """With the order of sums that the weight has in Triton."""
+    """Work units with the same order of sums as in Triton's kernels."""
     span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.codes.bits).splits)
     return WorkUnits(w.shape[0] // WARP_ROWS, w.chunks, span)
 
