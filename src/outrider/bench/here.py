@@ -14,13 +14,15 @@ from collections.abc import Callable
 
 import torch
 
-from .predict import CPU, Hardware
+from .machines import CPU_RATES, Hardware, cpu
 
 # 100 million weights
 SIDE = (2048, 4096)
 MATRICES = 12
 ROWS = 9
 REPEATS = 7
+SUM_REACH = 0.915  # share of an H200's bandwidth that a sum over memory reaches
+PRODUCT_REACH = 0.75  # share of its matrix rate that a large product reaches
 
 
 def here(weight_bytes: float) -> Hardware:
@@ -55,7 +57,8 @@ def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float
     moving = max(one - row, 0.1 * one)
     bandwidth = weights * weight_bytes / moving / 1e9
     rate = 2.0 * weights / row / 1e12
-    return CPU("this CPU (measured)", bandwidth, rate, memory, reach=1.0, rate_reach=1.0)
+    rates = CPU_RATES.scaled(reach=1.0, rate=1.0)
+    return cpu("this CPU (measured)", bandwidth=bandwidth, rate=rate, memory=memory, rates=rates)
 
 
 def _gpu() -> Hardware:
@@ -65,7 +68,8 @@ def _gpu() -> Hardware:
     bandwidth = big.numel() * 4 / _best(lambda: big.sum()) / 1e9
     rate = 2.0 * side**3 / _best(lambda: square @ square) / 1e12
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-    return Hardware(f"{torch.cuda.get_device_name()} (measured)", bandwidth, rate, memory, reach=0.94, rate_reach=0.9)
+    # the rates are shares of vendors' figures, of which these two reach so much
+    return Hardware(f"{torch.cuda.get_device_name()} (measured)", bandwidth / SUM_REACH, rate / PRODUCT_REACH, memory)
 
 
 def _best(run: Callable[[], object]) -> float:

@@ -1,94 +1,33 @@
 """Predicts memory, ms per token and the best K from config.json and a table of machines, before any download.
 
-A step over R rows (sequences × (K + 1)) takes the longer of moving the bytes and doing the arithmetic (on a CPU: their
-sum), plus a fixed overhead per kernel, plus a cost per further row and layer:
+A step over R rows (sequences × (K + 1)) moves bytes while it multiplies (on a CPU: one after the other), and has a
+fixed overhead per kernel and a cost per further row and layer:
 
-    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach))
-              + kernels · overhead + layers · (R - 1) · row
+    step(R) = norm(weights(R) / (bandwidth · reach), flops(R) / (matrix rate · reach))
+              + K/V / (bandwidth · reach) + kernels · overhead + layers · (R - 1)^power · row
 
-`bytes` counts each weight once for all rows (in a mixture of experts: the experts that R tokens are expected to
-choose), and the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps
-(docs/benchmarks.md says which); elsewhere bandwidth and rate are the vendors' and the other constants are those of the
-H200. Torch-free.
+`weights` counts each weight once for all rows (in a mixture of experts: the experts that R tokens are expected to
+choose). The constants (`bench.rates`) are fitted to our engine's measured steps on an H200 by tools/fit_predict.py;
+elsewhere bandwidth and rate are the vendors' and the constants are those of the H200, and `basis` says so. Torch-free.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import partial
 from itertools import pairwise
 
 from ..models.audio_config import MAX_SECONDS, SAMPLE_RATE, AudioConfig
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..models.vision_config import IMAGE_TOKENS, VisionConfig
-from ..types import MAX_DRAFT, OutriderError, bad_input
+from ..types import MAX_DRAFT, bad_input
+from .machines import Hardware
+from .rates import CELLS, CONTEXT, FEW_ROWS, PARAMETERS
 
-# launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and
-# write
+# launched per layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
 KERNELS = 9
-PLE_KERNELS = 3  # more where a layer has its own embeddings, counted
-MOE_KERNELS = 10  # more of them in a layer of experts, as time: fitted to one size
 HEAD_KERNELS = 21  # and whatever else is outside the layers, counted
-DRAFTER_KERNELS = 5  # as time: fitted, like the next
-DRAFTER_HEAD_KERNELS = 6
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """Vendor figures: bandwidth in GB/s, dense matrix rate in TFLOP/s (bf16; CPUs: 8-bit integer), memory in GB."""
-
-    label: str
-    bandwidth: float
-    rate: float
-    memory: float
-    kernel_us: float = 2.4  # in a CUDA graph, launched ahead of their inputs
-    reach: float = 0.915  # of the bandwidth: 4.39 TB/s of an H200's 4.8
-    rate_reach: float = 0.6
-    row_us: float = 1.0  # per layer and row beyond the first: wider tiles, more queries
-    overlaps: bool = True  # a GPU moves bytes while it multiplies; a CPU core does one after the other, nearly
-
-
-CPU = partial(Hardware, kernel_us=2.0, reach=0.75, row_us=0.0, overlaps=False)
-# rate_reach 0.15: what the decode kernels reach with 40 to 80 rows on a Hopper; elsewhere not measured
-MACHINES: Mapping[str, Hardware] = {
-    "b200": Hardware("NVIDIA B200", 8000, 2250, 180),
-    "h200": Hardware("NVIDIA H200", 4800, 989, 141, rate_reach=0.15),
-    "h100": Hardware("NVIDIA H100 SXM", 3350, 989, 80, rate_reach=0.15),
-    "h100-pcie": Hardware("NVIDIA H100 PCIe", 2000, 756, 80, rate_reach=0.15),
-    "a100": Hardware("NVIDIA A100 80GB SXM", 2039, 312, 80),
-    "a100-40": Hardware("NVIDIA A100 40GB", 1555, 312, 40),
-    "l40s": Hardware("NVIDIA L40S", 864, 362, 48),
-    "l4": Hardware("NVIDIA L4", 300, 121, 24),
-    "rtx-pro-6000": Hardware("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 96),
-    "rtx5090": Hardware("NVIDIA RTX 5090", 1792, 210, 32),
-    "rtx4090": Hardware("NVIDIA RTX 4090", 1008, 165, 24),
-    "rtx3090": Hardware("NVIDIA RTX 3090", 936, 71, 24),
-    "rtx5070ti": Hardware("NVIDIA RTX 5070 Ti", 896, 88, 16),
-    "dgx-spark": Hardware("NVIDIA DGX Spark (GB10)", 273, 125, 128),
-    "m3-max": Hardware("Apple M3 Max (40-core GPU)", 400, 28, 128, kernel_us=6.0),
-    "m3-ultra": Hardware("Apple M3 Ultra (80-core GPU)", 819, 57, 512, kernel_us=6.0),
-    "m4-max": Hardware("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
-    "strix-halo": Hardware("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
-    "mi300x": Hardware("AMD MI300X", 5300, 1307, 192, reach=0.75),
-    "desktop-ddr5": CPU("Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64),
-    "server-ddr5": CPU("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0),
-    "cpu-2-cores": CPU("Two x86-64 cores with AVX2", 20.7, 0.28, 16, reach=0.95, rate_reach=1.0),  # measured
-}
-
-
-def machine(name: str) -> Hardware:
-    by_name = {known.replace("-", ""): on for known, on in MACHINES.items()}
-    found = by_name.get(re.sub("[ _-]", "", name.lower()))
-    if found is None:
-        near = get_close_matches(name.lower(), MACHINES, 1)
-        raise OutriderError(
-            f"unknown machine {name!r}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(MACHINES)}"
-        )
-    return found
 
 
 # ---- acceptance
@@ -156,47 +95,140 @@ class Setup:
     context: int = 1024
     weight_bytes: float = 2.0  # of a weight that a token reads, on average
     stored: float | None = None  # bytes of all weights, where they are not of one size
+    kv_item: float = 2.0  # bytes of a number of K/V
+    gpus: int = 1  # cards that share the weights
 
 
-def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
-    """Seconds of moving bytes, of arithmetic, and of fixed kernel time, including that of further rows."""
-    rows = setup.batch * (k + 1)
+@dataclass(frozen=True)
+class PassWork:
+    """Bytes, operations and kernels of one pass."""
+
+    dense_bytes: float
+    expert_bytes: float
+    kv_bytes: float
+    operations: float
+    rows: int
+    layers: int
+    kernels: int
+    ple_layers: int
+    moe_layers: int
+    weight_bytes: float  # per weight
+
+
+def verify_work(setup: Setup, k: int) -> PassWork:
+    """The work of the target's pass over K drafted tokens and one more of every sequence."""
     config = setup.target
-    on = setup.on
     size = model_size(config)
-    moved = size.streamed(rows) * setup.weight_bytes + rows * kv_bytes(config, 1)
-    moved += setup.batch * kv_bytes(config, setup.context, read=True)
-    work = setup.batch * flops(size, k + 1, setup.context, k + 1)
+    rows = setup.batch * (k + 1)
+    experts = size.streamed_experts(rows)
+    kv = rows * kv_bytes(config, 1, setup.kv_item)
+    kv += setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True)
     layers = len(config.layers)
-    each = KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)
-    launched = layers * each + HEAD_KERNELS
-    own = 1e-6 * (launched * on.kernel_us + layers * (rows - 1) * on.row_us)
-    return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), own
+    return PassWork(
+        dense_bytes=(size.streamed(rows) - experts) * setup.weight_bytes / setup.gpus,
+        expert_bytes=experts * setup.weight_bytes / setup.gpus,
+        kv_bytes=kv / setup.gpus,
+        operations=setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus,
+        rows=rows,
+        layers=layers,
+        kernels=layers * KERNELS + HEAD_KERNELS,
+        ple_layers=layers if config.ple_dim else 0,
+        moe_layers=layers if config.moe else 0,
+        weight_bytes=setup.weight_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one pass by cause. Moving bytes and arithmetic overlap on a GPU."""
+
+    moving: float  # weights
+    working: float
+    kv: float  # reading and writing K/V
+    fixed: float  # kernels, and work per row
+    sharpness: float
+
+    @property
+    def total(self) -> float:
+        power = self.sharpness
+        return (self.moving**power + self.working**power) ** (1 / power) + self.kv + self.fixed
+
+
+def pass_time(work: PassWork, on: Hardware) -> PassTime:
+    rates = on.rates
+    narrow = work.weight_bytes < 1.5
+    reach = rates.reach16 if not narrow else rates.reach8 if work.weight_bytes >= 0.8 else rates.reach4
+    rate = rates.rate16
+    if narrow:
+        rate = rates.narrow_rate_few if work.rows <= FEW_ROWS else rates.narrow_rate
+    dense = work.dense_bytes / reach
+    experts = work.expert_bytes / (reach * rates.expert_reach)
+    fixed_us = work.kernels * rates.kernel_us + work.ple_layers * rates.ple_us + work.moe_layers * rates.moe_us
+    fixed_us += work.layers * rates.row_us * (work.rows - 1) ** rates.row_power
+    bytes_per_second = on.bandwidth * 1e9
+    return PassTime(
+        moving=(dense + experts) / bytes_per_second,
+        working=work.operations / (on.rate * 1e12 * rate),
+        kv=work.kv_bytes / rates.kv_reach / bytes_per_second,
+        fixed=1e-6 * fixed_us,
+        sharpness=rates.sharpness,
+    )
+
+
+def verify_time(setup: Setup, k: int) -> PassTime:
+    return pass_time(verify_work(setup, k), setup.on)
 
 
 def verify_seconds(setup: Setup, k: int) -> float:
-    moving, working, own = verify_parts(setup, k)
-    return _together(setup.on, moving, working) + own
+    return verify_time(setup, k).total
 
 
-def _together(on: Hardware, moving: float, working: float) -> float:
-    return max(moving, working) if on.overlaps else moving + working
+@dataclass(frozen=True)
+class DraftWork:
+    """Bytes, operations and layers of one step of an MTP drafter."""
+
+    weight_bytes: float
+    kv_bytes: float
+    operations: float
+    layers: int
+    rows: int
+
+
+def draft_work(setup: Setup) -> DraftWork | None:
+    """None without a drafter: n-gram matches take no time."""
+    config = setup.drafter
+    if config is None:
+        return None
+    size = drafter_size(config)
+    narrow = not config.clusters and setup.on.narrow_drafter
+    per_weight = min(1.0, setup.weight_bytes) if narrow else setup.weight_bytes
+    return DraftWork(
+        weight_bytes=size.step * per_weight,
+        kv_bytes=setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True),
+        operations=2.0 * setup.batch * size.step,
+        layers=len(config.layers),
+        rows=setup.batch,
+    )
+
+
+def draft_step_time(work: DraftWork, on: Hardware) -> PassTime:
+    rates = on.rates
+    bytes_per_second = on.bandwidth * 1e9
+    fixed_us = work.layers * rates.draft_layer_us + rates.draft_head_us
+    fixed_us += work.layers * rates.row_us * (work.rows - 1) ** rates.row_power
+    return PassTime(
+        moving=work.weight_bytes / rates.reach16 / bytes_per_second,
+        working=work.operations / (on.rate * 1e12 * rates.rate16),
+        kv=work.kv_bytes / rates.kv_reach / bytes_per_second,
+        fixed=1e-6 * fixed_us,
+        sharpness=rates.sharpness,
+    )
 
 
 def draft_seconds(setup: Setup, k: int) -> float:
-    """k steps of the MTP drafter, one after the other. Without one: n-gram matches, which take no time."""
-    if setup.drafter is None or k == 0:
-        return 0.0
-    on = setup.on
-    config = setup.drafter
-    size = drafter_size(config)
-    read = setup.batch * kv_bytes(config, setup.context, read=True)
-    narrow = not config.clusters and on.overlaps  # on GPUs a drafter's large head and layers are held in 8 bits
-    moved = size.step * (min(1.0, setup.weight_bytes) if narrow else setup.weight_bytes) + read
-    work = 2.0 * setup.batch * size.step
-    launched = len(config.layers) * DRAFTER_KERNELS + DRAFTER_HEAD_KERNELS
-    busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))
-    return k * (busy + launched * on.kernel_us * 1e-6)
+    """Seconds of k steps of the drafter, one after the other."""
+    work = draft_work(setup)
+    return 0.0 if work is None else k * draft_step_time(work, setup.on).total
 
 
 @dataclass(frozen=True)
@@ -218,6 +250,23 @@ def sweep(setup: Setup, accept: Acceptance) -> list[Point]:
     return out
 
 
+def basis(setup: Setup) -> str:
+    """One sentence: was this measured, or how far from it is the prediction?"""
+    if not setup.on.measured:
+        how = "bandwidth and arithmetic of this machine" if "(measured)" in setup.on.label else "vendor's figures"
+        return f"not measured: {how}, with the shares of them that our kernels reach elsewhere"
+    bits = 16 if setup.weight_bytes >= 1.5 else 8 if setup.weight_bytes >= 0.8 else 4
+    parameters = model_size(setup.target).total
+    cells = [cell for cell in CELLS if PARAMETERS[cell.size] == parameters and cell.bits == bits]
+    if not cells:
+        return f"not measured: no cycle of this model in {bits} bits is among the published measurements"
+    batches = sorted({cell.batch for cell in cells})
+    listed = f"{cells[0].size} in {bits} bits with {', '.join(map(str, batches))} sequences of {CONTEXT:,} tokens"
+    if setup.batch > batches[-1] or setup.gpus > 1 or not CONTEXT / 4 <= setup.context <= CONTEXT * 4:
+        return f"not measured: the published measurements are {listed}, on one card"
+    return f"fitted to measurements within 15 %: {listed}"
+
+
 def memory_bytes(setup: Setup) -> dict[str, float]:
     weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
@@ -230,7 +279,7 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
     need = memory_bytes(setup)
-    moving = verify_parts(setup, 0)
+    plain = verify_time(setup, 0)
     return {
         "machine": setup.on.label,
         "drafter": None if setup.drafter is None else setup.drafter.model_type,
@@ -239,8 +288,14 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
         "memory_gb": {k: v / 1e9 for k, v in need.items()},
         "fits": need["total"] * 1.05 < setup.on.memory * 1e9,
         "acceptance": accept.said,
+        "basis": basis(setup),
         "plain_ms": points[0].cycle_ms,
-        "plain_parts_ms": {"bytes": 1e3 * moving[0], "arithmetic": 1e3 * moving[1], "kernels": 1e3 * moving[2]},
+        "plain_parts_ms": {
+            "weights": 1e3 * plain.moving,
+            "arithmetic": 1e3 * plain.working,
+            "K/V": 1e3 * plain.kv,
+            "kernels": 1e3 * plain.fixed,
+        },
         "best_k": best.k,
         "best_ms": best.ms_per_token,
         "speedup": best.speedup,
@@ -283,7 +338,7 @@ def audio_cost(audio: AudioConfig, setup: Setup) -> SoftCost:
 
 def soft_cost(tokens: int, tower_flops: float, setup: Setup) -> SoftCost:
     rate = setup.on.rate * 1e9  # per millisecond
-    tower_rate = rate * (TOWER_REACH if setup.on.overlaps else CPU_RATE)
+    tower_rate = rate * (CPU_RATE if setup.on.is_cpu else TOWER_REACH)
     prompt_flops = flops(model_size(setup.target), tokens, setup.context, 0)
     return SoftCost(
         tokens=tokens,
@@ -295,24 +350,25 @@ def soft_cost(tokens: int, tower_flops: float, setup: Setup) -> SoftCost:
 
 
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
-    """Why speculation pays little or not at all here; empty where it does."""
+    """Why speculation pays little or not at all here; empty if it pays."""
     if best.speedup >= 1.3:
         return []
-    out = []
-    moving, working, own = verify_parts(setup, 4)
-    plain = verify_seconds(setup, 0)
-    ratio = (verify_seconds(setup, 4) + draft_seconds(setup, 4)) / plain
-    if working > moving:
+    reasons = []
+    plain = verify_time(setup, 0)
+    wide = verify_time(setup, 4)
+    drafting = draft_seconds(setup, 4)
+    ratio = (wide.total + drafting) / plain.total
+    if wide.working > wide.moving:
         bound = "is bound by arithmetic: a drafted token costs nearly as much as a decoded one"
-        out.append(f"checking {5 * setup.batch} rows {bound}")
-    if setup.target.moe is not None and verify_parts(setup, 4)[0] > 1.5 * verify_parts(setup, 0)[0]:
+        reasons.append(f"checking {5 * setup.batch} rows {bound}")
+    if setup.target.moe is not None and wide.moving > 1.5 * plain.moving:
         size = model_size(setup.target)
         more = size.streamed(5 * setup.batch) / size.streamed(setup.batch)
-        out.append(f"five tokens ask for {more:.1f} times the experts of one: a larger batch shares them")
-    if draft_seconds(setup, 4) > 0.35 * plain:
-        out.append(f"four drafter steps take {draft_seconds(setup, 4) / plain:.0%} of a plain step")
+        reasons.append(f"five tokens ask for {more:.1f} times the experts of one: a larger batch shares them")
+    if drafting > 0.35 * plain.total:
+        reasons.append(f"four drafter steps take {drafting / plain.total:.0%} of a plain step")
     if accept.tokens(4) < 2.0:
-        out.append(f"only {accept.tokens(4):.2f} tokens per cycle at K=4; {ratio:.2f} would be needed to break even")
-    if own > 0.5 * plain:
-        out.append("kernel overhead is most of a step: a CUDA graph and fused kernels matter more than drafting")
-    return out or [f"a K=4 cycle costs {ratio:.2f} plain steps and yields {accept.tokens(4):.2f} tokens"]
+        reasons.append(f"only {accept.tokens(4):.2f} tokens per cycle at K=4; {ratio:.2f} are needed to break even")
+    if wide.fixed > 0.5 * plain.total:
+        reasons.append("kernel overhead is most of a step: a CUDA graph and fused kernels matter more than drafting")
+    return reasons or [f"a K=4 cycle costs {ratio:.2f} plain steps and yields {accept.tokens(4):.2f} tokens"]

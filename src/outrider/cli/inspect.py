@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.predict import machine
+from ..bench.machines import machine
 from ..config import LoadSettings
 from ..models.block_config import BlockConfig, is_block
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from ..bench import machines
 from ..bench import predict as model_of
 from ..models.audio_config import MAX_SECONDS, AudioConfig
 from ..models.block_config import is_block
@@ -52,8 +53,8 @@ def predict(asked: PredictOptions) -> None:
     Example: outrider predict google/gemma-4-31B-it --gpu h200 --accept 0.72
     """
     if asked.gpu == "list":
-        machines = model_of.MACHINES.items()
-        rows = [(name, on.label, *(f"{v:g}" for v in (on.bandwidth, on.rate, on.memory))) for name, on in machines]
+        table = machines.MACHINES.items()
+        rows = [(name, on.label, *(f"{v:g}" for v in (on.bandwidth, on.rate, on.memory))) for name, on in table]
         out.print(common.table(("name", "machine", "GB/s", "TFLOP/s", "GB"), rows, ("name", "machine")))
         return
     sensible = asked.batch >= 1 and asked.context >= 1 and (asked.bits is None or asked.bits > 0)
@@ -68,7 +69,7 @@ def predict(asked: PredictOptions) -> None:
 
         on = here(size)
     else:
-        on = model_of.machine(asked.gpu)
+        on = machines.machine(asked.gpu)
     helper, known = _drafter(asked)
     stored = kept.total if asked.bits is None else None
     setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored)
@@ -134,6 +135,7 @@ def _show(model: str, data: ForeignDict) -> None:
     split = ", ".join(f"{name} {ms:.2f}" for name, ms in data["plain_parts_ms"].items())
     out.print(f"plain   {data['plain_ms']:.2f} ms per token ({split})")
     out.print(f"assumed {data['acceptance']}")
+    out.print(f"basis   {data['basis']}")
     if data["drafter"] is None and best > 0:
         brings = ": this is what one that takes no time would bring at that acceptance"
         out.print(Text.assemble(("no drafter is known", "bold"), brings))

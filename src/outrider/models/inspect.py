@@ -48,12 +48,18 @@ class ModelSize:
     def streamed(self, rows: float) -> float:
         """Parameters read by a pass over `rows` tokens, if the router chooses experts at random for each."""
         config = self.config
-        moe = self.config.moe
-        experts = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** rows) if moe is not None else 0.0
         # tied: the head holds the row
         looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)
-        body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
-        return body + self.embedding + self.outside + looked_up
+        body = sum(s.matrices + s.small for s in self.layers)
+        return body + self.streamed_experts(rows) + self.embedding + self.outside + looked_up
+
+    def streamed_experts(self, rows: float) -> float:
+        """Parameters of the experts among them."""
+        moe = self.config.moe
+        if moe is None:
+            return 0.0
+        chosen = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** rows)
+        return chosen * sum(s.expert for s in self.layers)
 
     @property
     def active(self) -> int:

@@ -67,6 +67,7 @@ class StoredSize:
     token: float  # bytes that one token reads: of tables one row, of experts those chosen
     parameters: int
     gpu: float = 0.0  # bytes in a GPU's memory
+    gpu_token: float = 0.0  # bytes of them that one token reads
     formats: Mapping[str, float] = field(default_factory=dict)  # bytes by format
 
 
@@ -84,6 +85,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
     token = 0.0
     parameters = 0
     gpu = 0.0
+    gpu_token = 0.0
     formats: dict[str, float] = {}
     for name, plan in tensor_plan(config, entries).items():
         if plan.role == "index":
@@ -114,10 +116,12 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
                 format = rounded_to(quantize, plan.shape)
                 layout = None if format is None else layout_of(format)
             if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):
-                gpu += layout.nbytes(prod(whole[:-1]), whole[-1]) * prod(shape) / prod(whole)
+                on_card = layout.nbytes(prod(whole[:-1]), whole[-1]) * prod(shape) / prod(whole)
             else:  # tables, small matrices and what was never quantised
-                gpu += prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
-    return StoredSize(total, token, parameters, gpu, formats)
+                on_card = prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
+            gpu += on_card
+            gpu_token += on_card * share(name, plan, config)
+    return StoredSize(total, token, parameters, gpu, gpu_token, formats)
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:

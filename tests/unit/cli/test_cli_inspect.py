@@ -11,7 +11,7 @@ from tests import tiny
 from tests.block_drafters import LAYOUTS
 from typer.testing import CliRunner
 
-from outrider.bench.predict import machine
+from outrider.bench.machines import machine
 from outrider.cli.inspect import inspect
 from outrider.ops.formats import base
 from outrider.types import OutriderError

@@ -1,0 +1,161 @@
+"""Rates that our kernels reach on an H200, fitted to benchmarks/history/gpu.jsonl by `python tools/fit_predict.py`.
+
+The values of `H200` and `CELLS` are written by that script: do not edit them by hand. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a machine's vendor figures, and fixed times in microseconds."""
+
+    reach16: float  # share of the bandwidth when reading weights of 16 bits
+    reach8: float
+    reach4: float
+    expert_reach: float  # of experts' weights, as a share of the reach for their bits
+    kv_reach: float
+    rate16: float  # share of the matrix rate with weights of 16 bits
+    narrow_rate: float  # with weights of 4 to 8 bits
+    narrow_rate_few: float  # the same, in passes of up to FEW_ROWS rows
+    sharpness: float  # moving bytes and arithmetic overlap as a norm of this order; 1: not at all
+    kernel_us: float  # of one kernel inside a captured graph
+    ple_us: float  # more per layer that has its own embeddings
+    moe_us: float  # more per layer of experts
+    row_us: float  # per layer, times the number of further rows to the power of `row_power`
+    row_power: float
+    draft_layer_us: float  # per layer of a drafter and draft step
+    draft_head_us: float  # per draft step
+
+    def scaled(self, *, reach: float, rate: float) -> Rates:
+        """Rates with these shares of bandwidth and arithmetic for all formats."""
+        bytes_read = {"reach16": reach, "reach8": reach, "reach4": reach, "kv_reach": reach, "expert_reach": 1.0}
+        arithmetic = {"rate16": rate, "narrow_rate": rate, "narrow_rate_few": rate}
+        return replace(self, **bytes_read, **arithmetic)
+
+
+FEW_ROWS = 40  # rows up to which products of quantised weights have kernels of their own
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published measurement: milliseconds of one cycle at CONTEXT tokens."""
+
+    size: str  # of Gemma 4
+    format: str  # bf16, int4, fp8, …
+    batch: int
+    k: int
+    ms: float
+
+    @property
+    def bits(self) -> int:
+        return {"bf16": 16, "int4": 4}.get(self.format, 8)
+
+
+CONTEXT = 1024  # tokens of every sequence in a cell
+# <fitted>
+H200 = Rates(
+    reach16=0.9042,
+    reach8=0.99,
+    reach4=0.8896,
+    expert_reach=0.9063,
+    kv_reach=1.0,
+    rate16=0.7883,
+    narrow_rate=0.4375,
+    narrow_rate_few=0.284,
+    sharpness=1.473,
+    kernel_us=2.518,
+    ple_us=2.246,
+    moe_us=13.87,
+    row_us=1.27,
+    row_power=0.7106,
+    draft_layer_us=18.6,
+    draft_head_us=17.07,
+)
+# of each size's weights, by which a model is recognised
+PARAMETERS = {"12B": 11907350320, "26B-A4B": 25233141790, "31B": 30697345340, "E2B": 4628569379, "E4B": 7463013418}
+CELLS: tuple[Cell, ...] = (
+    Cell("31B", "bf16", batch=1, k=0, ms=15.361),
+    Cell("31B", "bf16", batch=8, k=0, ms=17.582),
+    Cell("31B", "bf16", batch=1, k=4, ms=16.441),
+    Cell("31B", "bf16", batch=8, k=4, ms=20.707),
+    Cell("E2B", "bf16", batch=1, k=0, ms=1.976),
+    Cell("E2B", "bf16", batch=8, k=0, ms=2.156),
+    Cell("E2B", "bf16", batch=32, k=0, ms=2.82),
+    Cell("E2B", "bf16", batch=64, k=0, ms=3.454),
+    Cell("E2B", "bf16", batch=1, k=4, ms=2.536),
+    Cell("E2B", "bf16", batch=8, k=4, ms=3.245),
+    Cell("E2B", "bf16", batch=32, k=4, ms=5.371),
+    Cell("E2B", "bf16", batch=64, k=4, ms=7.082),
+    Cell("26B-A4B", "bf16", batch=1, k=0, ms=2.95),
+    Cell("26B-A4B", "bf16", batch=8, k=0, ms=6.987),
+    Cell("26B-A4B", "bf16", batch=32, k=0, ms=13.519),
+    Cell("26B-A4B", "bf16", batch=64, k=0, ms=16.559),
+    Cell("26B-A4B", "bf16", batch=1, k=4, ms=5.96),
+    Cell("26B-A4B", "bf16", batch=8, k=4, ms=14.981),
+    Cell("26B-A4B", "bf16", batch=32, k=4, ms=19.708),
+    Cell("31B", "int4", batch=1, k=0, ms=6.211),
+    Cell("31B", "int4", batch=8, k=0, ms=8.377),
+    Cell("31B", "int4", batch=1, k=4, ms=7.462),
+    Cell("31B", "int4", batch=8, k=4, ms=16.38),
+    Cell("31B", "bf16", batch=32, k=0, ms=24.206),
+    Cell("31B", "bf16", batch=64, k=0, ms=31.984),
+    Cell("31B", "bf16", batch=32, k=4, ms=33.34),
+    Cell("31B", "bf16", batch=64, k=4, ms=58.046),
+    Cell("31B", "int4", batch=32, k=0, ms=18.868),
+    Cell("31B", "int4", batch=32, k=4, ms=37.75),
+    Cell("E2B", "bf16", batch=1, k=0, ms=2.042),
+    Cell("E2B", "bf16", batch=1, k=4, ms=2.472),
+    Cell("E2B", "bf16", batch=1, k=8, ms=2.841),
+    Cell("E2B", "bf16", batch=1, k=16, ms=3.662),
+    Cell("E4B", "bf16", batch=1, k=0, ms=3.393),
+    Cell("E4B", "bf16", batch=1, k=4, ms=3.859),
+    Cell("E4B", "bf16", batch=1, k=8, ms=4.244),
+    Cell("E4B", "bf16", batch=1, k=16, ms=5.04),
+    Cell("12B", "bf16", batch=1, k=0, ms=6.567),
+    Cell("12B", "bf16", batch=1, k=4, ms=7.396),
+    Cell("12B", "bf16", batch=1, k=8, ms=8.222),
+    Cell("12B", "bf16", batch=1, k=16, ms=9.917),
+    Cell("26B-A4B", "bf16", batch=1, k=0, ms=3.128),
+    Cell("26B-A4B", "bf16", batch=1, k=4, ms=6.931),
+    Cell("26B-A4B", "bf16", batch=1, k=8, ms=9.706),
+    Cell("26B-A4B", "bf16", batch=1, k=16, ms=14.146),
+    Cell("31B", "bf16", batch=1, k=0, ms=15.699),
+    Cell("31B", "bf16", batch=1, k=4, ms=16.838),
+    Cell("31B", "bf16", batch=1, k=8, ms=17.905),
+    Cell("31B", "bf16", batch=1, k=16, ms=20.696),
+    Cell("31B", "int4", batch=1, k=0, ms=6.02),
+    Cell("31B", "int4", batch=1, k=4, ms=7.298),
+    Cell("31B", "int4", batch=8, k=0, ms=8.095),
+    Cell("31B", "int4", batch=8, k=4, ms=16.131),
+    Cell("31B", "fp8", batch=1, k=0, ms=8.799),
+    Cell("31B", "fp8", batch=1, k=4, ms=9.998),
+    Cell("26B-A4B", "int8", batch=1, k=0, ms=2.094),
+    Cell("26B-A4B", "int8", batch=1, k=4, ms=4.442),
+    Cell("12B", "int4", batch=1, k=0, ms=3.077),
+    Cell("12B", "int4", batch=1, k=4, ms=4.03),
+    Cell("E4B", "int4", batch=1, k=0, ms=2.084),
+    Cell("E2B", "int4", batch=1, k=0, ms=1.414),
+    Cell("E2B", "int4", batch=1, k=4, ms=1.929),
+    Cell("31B", "bf16", batch=1, k=0, ms=15.312),
+    Cell("31B", "bf16", batch=1, k=4, ms=16.48),
+    Cell("31B", "bf16", batch=1, k=7, ms=17.27),
+    Cell("31B", "bf16", batch=8, k=0, ms=17.279),
+    Cell("31B", "bf16", batch=8, k=4, ms=20.563),
+    Cell("31B", "bf16", batch=8, k=7, ms=22.339),
+    Cell("12B", "bf16", batch=1, k=0, ms=6.45),
+    Cell("12B", "bf16", batch=1, k=4, ms=7.261),
+    Cell("12B", "bf16", batch=1, k=7, ms=7.874),
+    Cell("12B", "bf16", batch=8, k=0, ms=7.433),
+    Cell("12B", "bf16", batch=8, k=4, ms=10.037),
+    Cell("12B", "bf16", batch=8, k=7, ms=11.681),
+    Cell("E4B", "bf16", batch=1, k=0, ms=3.244),
+    Cell("E4B", "bf16", batch=1, k=4, ms=3.696),
+    Cell("E4B", "bf16", batch=1, k=7, ms=3.976),
+    Cell("31B", "bf16", batch=32, k=0, ms=23.913),
+    Cell("31B", "bf16", batch=32, k=4, ms=33.12),
+    Cell("31B", "bf16", batch=32, k=7, ms=43.52),
+)
+# </fitted>
