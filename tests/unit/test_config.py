@@ -24,6 +24,8 @@ OTHERS = {
     ("bench", "draft_tokens"),
     ("bench", "tree"),
 }
+# `--audio FILE` and `--image FILE` name files, so the switch of the weights has a longer name.
+SWITCHES = {"audio": "--audio-weights"}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_commands_take_name_default_and_help_from_the_settings(name: str) -> Non
         default = OPTIONS[option].default
         assert parameter.default == ([default] if parameter.multiple else default), option
         assert parameter.help == OPTIONS[option].help, option
-        assert parameter.opts[0] == "--" + option.replace("_", "-")
+        assert parameter.opts[0] == SWITCHES.get(option, "--" + option.replace("_", "-"))
 
 
 def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from tests.waiting import PATIENCE
 
 from outrider.engine import child_process
 from outrider.engine.child_process import QUICK, stand_back
-from outrider.engine.images import DECODE_SECONDS, DecodingProcess, ImageDecoder, ImageEncoder, read_file
+from outrider.engine.images import DECODE_SECONDS, MAX_BYTES, DecodingProcess, ImageDecoder, ImageEncoder
+from outrider.engine.media import read_file
 from outrider.models.image_processing import CPU_SECONDS, pixels
 from outrider.types import OutriderError
 
@@ -248,7 +249,7 @@ def test_a_known_image_does_not_wait_for_the_tower() -> None:
         return image[0].float()
 
     shape = {"kind": "tower", "square": 0, "side": SIDE, "patch": SIDE, "positions": 1000}
-    config = SimpleNamespace(**shape, bidirectional=False, pad_id=0)
+    config = SimpleNamespace(**shape, bidirectional=False, pad_id=0, placeholder_id=0, boi_id=1, image_id=2, eoi_id=3)
     model: Any = SimpleNamespace(config=config, encode=encode)
     encoder = ImageEncoder(model, TOKENS, 4, 1 << 20)
     known, large = (np.full((24, 24, 3), value, np.uint8) for value in (7, 9))
@@ -321,6 +322,6 @@ def test_a_busy_machine_refuses_no_photo() -> None:
 def test_what_has_no_end_or_no_writer_is_refused(tmp_path: Path) -> None:
     """The size of a device is told as 0; a fifo was waited for without end."""
     with pytest.raises(OutriderError, match="cannot read the image /dev/zero: it is a device"):
-        read_file(Path("/dev/zero"))
+        read_file(Path("/dev/zero"), "image", MAX_BYTES)
     os.mkfifo(tmp_path / "fifo")
-    assert read_file(tmp_path / "fifo") == b""
+    assert read_file(tmp_path / "fifo", "image", MAX_BYTES) == b""

@@ -24,7 +24,15 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 @pytest.fixture
 def llm() -> LLM:
-    return LLM(Assembled(tiny_engine(), "", 0, None, "this model takes no images"), "tiny")
+    assembled = Assembled(
+        engine=tiny_engine(),
+        drafter_note="",
+        weight_bytes=0,
+        cost_key=None,
+        vision="this model takes no images",
+        audio="this model takes no sound",
+    )
+    return LLM(assembled, "tiny")
 
 
 def tokens(events: Iterable[Event]) -> list[int]:
