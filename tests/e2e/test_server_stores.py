@@ -21,7 +21,7 @@ from outrider.server.batch import BatchFile, answer_file
 from outrider.server.errors import ApiError
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
-from outrider.server.stores import FileStore, ResponseStore, form
+from outrider.server.stores import FileStore, ResponseStore
 
 TOK = tokenizer()
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -238,11 +238,6 @@ def test_the_file_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = b.path.parent
     store.close()
     assert not folder.exists()
-
-
-def test_a_form_with_hidden_messages_is_only_bytes() -> None:
-    raw = b'--x\r\nContent-Disposition: form-data; name="file"\r\nContent-Type: message/rfc822\r\n\r\nSubject: a\r\n\r\nb\r\n--x--\r\n'
-    assert "file" not in form("multipart/form-data; boundary=x", raw)
 
 
 # ---- responses

@@ -17,10 +17,10 @@ from . import adapters, anthropic, model_info, ollama, responses, scoring, text_
 from .answer import Json, Wire
 from .batches import BatchRequest
 from .errors import ApiError
+from .multipart import read_form
 from .openai import OpenAIWire
 from .prepare import Preparer
 from .schema import ChatRequest, CompletionRequest
-from .stores import form
 
 if TYPE_CHECKING:
     from .app import Server
@@ -142,7 +142,7 @@ def _stores(routes: Routes, server: Server) -> None:
     async def upload(request: Request) -> Response:
         kind = request.headers.get("content-type", "")
         async with server.received(request) as got:
-            parts = await got.work(lambda: form(kind, got.raw))
+            parts = await got.work(lambda: read_form(kind, got.raw, "the parts 'file' and 'purpose'"))
         return JSONResponse(files.upload(got.client, parts).told())
 
     async def create(request: Request) -> Response:

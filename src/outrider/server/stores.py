@@ -12,14 +12,13 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from email import policy
-from email.parser import BytesParser
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from .answer import Json
 from .errors import ApiError, bad
+from .multipart import FormPart
 
 MOST_FILES = 256
 MOST_FILE_BYTES = 256 << 20
@@ -127,16 +126,16 @@ class FileStore(ClientStore[StoredFile]):
             out.write(data)
         file.size += len(data)
 
-    def upload(self, client: str, parts: dict[str, tuple[str, bytes]]) -> StoredFile:
+    def upload(self, client: str, parts: dict[str, FormPart]) -> StoredFile:
         """parts: of a form."""
         if "file" not in parts:
             raise bad("Missing part: 'file'.", "file", "missing_field")
-        if parts.get("purpose", ("", b""))[1].strip() != b"batch":
+        if "purpose" not in parts or parts["purpose"].text("purpose") != "batch":
             raise bad("purpose must be 'batch': files have no other use here.", "purpose")
-        name, data = parts["file"]
-        file = self.new(client, name or "batch.jsonl", "batch")
+        uploaded = parts["file"]
+        file = self.new(client, uploaded.filename or "batch.jsonl", "batch")
         try:
-            self.append(file, data)
+            self.append(file, uploaded.content)
         except ApiError:
             self.delete(file)
             raise
@@ -150,21 +149,6 @@ class FileStore(ClientStore[StoredFile]):
     def close(self) -> None:
         if "_folder" in self.__dict__:
             self._folder.cleanup()
-
-
-def form(content_type: str, raw: bytes) -> dict[str, tuple[str, bytes]]:
-    """{field: (file name or "", content)} of a multipart/form-data body."""
-    head = b"Content-Type: " + content_type.encode("latin-1", "replace") + b"\r\n\r\n"
-    message = BytesParser(policy=policy.HTTP).parsebytes(head + raw)
-    if message.get_content_type() != "multipart/form-data" or not message.is_multipart():
-        raise bad("The body must be multipart/form-data with the parts 'file' and 'purpose'.", "file")
-    out: dict[str, tuple[str, bytes]] = {}
-    for part in message.iter_parts():  # type: ignore[attr-defined]
-        name = part.get_param("name", header="content-disposition")
-        data = part.get_payload(decode=True)
-        if isinstance(name, str) and isinstance(data, bytes):
-            out[name] = (part.get_filename() or "", data)
-    return out
 
 
 @dataclass(frozen=True)
