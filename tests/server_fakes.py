@@ -289,7 +289,7 @@ class Served:
         self._until = ExitStack()
 
     def __enter__(self) -> Served:
-        self._until.enter_context(patch("outrider.server.grammars.PATIENCE", PATIENCE))
+        self._until.enter_context(patch("outrider.server.grammars.PATIENCE_S", PATIENCE))
         self.url = self._until.enter_context(running(self.server))
         self.port = int(self.url.rpartition(":")[2])
         return self

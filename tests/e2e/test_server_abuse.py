@@ -61,7 +61,7 @@ def served() -> Iterator[Served]:
     """A trial ends before it has to stand back behind everybody: on a busy machine it would get nothing from then on,
     and take for ever."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammars, "SECONDS", grammar_sandbox.QUICK)
+        patch.setattr(grammars, "CPU_SECONDS", grammar_sandbox.QUICK)
         with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
             yield s
 
@@ -142,13 +142,13 @@ def test_the_sandbox_may_die(served: Served) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "KEEP", 3000)
-    monkeypatch.setattr(grammars, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(grammars, "MAX_BYTES", 3000)
+    monkeypatch.setattr(grammars, "PATIENCE_S", PATIENCE)
 
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
         kept = [await keeper.get(GrammarSource("regex", f"a{{{i}}}b", "x"), "me") for i in range(1, 4)]
-        assert len(keeper._kept) <= 3 and kept[0].matcher().failed is None
+        assert len(keeper._cache) <= 3 and kept[0].matcher().failed is None
         with pytest.raises(ApiError, match=r"x: .*characters"):
             await keeper.get(GrammarSource("regex", "a" * (1 << 20), "x"), "me")
         keeper.close()

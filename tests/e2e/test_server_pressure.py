@@ -160,33 +160,76 @@ def test_one_large_body_of_a_client_is_read_at_a_time() -> None:
 
 
 def test_who_brings_many_grammars_loses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "KEEP", 1 << 20)
+    monkeypatch.setattr(grammars, "MAX_BYTES", 1 << 20)
 
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
         mine = GrammarSource("regex", "mine", "x")
-        await keeper._compile(mine, {"text": build_regex("mine"), "bytes": 1000}, "me")
+        await keeper._compile(mine, {"text": build_regex("mine"), "bytes": 1000, "unenforced": ""}, "me")
         for i in range(20):
             await keeper._compile(
-                GrammarSource("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many"
+                GrammarSource("regex", f"{i}", "x"),
+                {"text": build_regex(f"{i}"), "bytes": 200_000, "unenforced": ""},
+                "many",
             )
-        assert mine.digest in keeper._kept and len(keeper._kept) < 8
+        assert mine.digest in keeper._cache and len(keeper._cache) < 8
         keeper.close()
 
     asyncio.run(run())
 
 
 def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "PATIENCE", 0.0)
+    """A grammar of 500 KB got "try again" whenever it was sent beside others: its trial ran on idle processors only.
+    Sent again it has an ordinary priority, and if that is not enough a refusal that names the limit."""
+    monkeypatch.setattr(grammars, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(grammars, "LAST_PATIENCE_S", 0.0)
+    source = GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x")
+    now = [100.0]
+    trials: list[bool] = []
 
     async def run() -> None:
-        keeper = grammars.Grammars(TOK, VOCAB)
-        with pytest.raises(ApiError, match="too busy") as refusal:
-            await keeper.get(
-                GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me"
-            )
-        assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._kept
-        keeper.close()
+        cache = grammars.Grammars(TOK, VOCAB, clock=lambda: now[0])
+        trial = cache._trial
+
+        async def counted(source: GrammarSource, yielding: bool, patience: float) -> dict[str, object]:
+            trials.append(yielding)
+            return await trial(source, yielding, patience)
+
+        monkeypatch.setattr(cache, "_trial", counted)
+
+        async def refusal() -> ApiError:
+            with pytest.raises(ApiError) as error:
+                await cache.get(source, "me")
+            return error.value
+
+        busy = await refusal()
+        assert busy.status == 503 and "too busy" in busy.message and busy.retry_after and not cache._cache
+        now[0] += busy.retry_after - 1
+        assert (await refusal()).status == 503 and trials == [True], "too early: no second trial"
+        now[0] += 1
+        final = await refusal()
+        assert final.status == 400 and "x: it can't be tried within 0 s, with 1 s of processor time" in final.message
+        assert trials == [True, False]
+        assert (await refusal()).message == final.message and len(trials) == 2, "cached"
+        assert not cache._busy
+        cache.close()
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_was_too_large_once_is_compiled_when_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(grammars, "LAST_PATIENCE_S", PATIENCE)
+    source = GrammarSource("json_schema", json.dumps({"enum": [f"{i}" for i in range(100)]}), "x")
+    now = [100.0]
+
+    async def run() -> None:
+        cache = grammars.Grammars(TOK, VOCAB, clock=lambda: now[0])
+        with pytest.raises(ApiError, match="too busy"):
+            await cache.get(source, "me")
+        now[0] += grammars.RETRY_S
+        assert (await cache.get(source, "me")).matcher().failed is None
+        cache.close()
 
     asyncio.run(run())
 

@@ -29,42 +29,47 @@ LOOK = 0.05
 
 class GrammarSandbox:
     def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int) -> None:
-        """Of one trial: seconds of processor time, and bytes."""
+        """`seconds` of processor time and `memory` in bytes are the limits of one trial."""
         self.compiler = compiler
         self.seconds = seconds
         self.memory = memory
 
-    def answer(self, source: GrammarSource, connection: int) -> dict[str, object]:
-        """The grammar's text and size, or why it is refused. Ends this process when the connection closes."""
-        mine, its = os.pipe()
+    def answer(self, source: GrammarSource, connection: int, yielding: bool) -> dict[str, object]:
+        """The grammar's text and size, or why it is refused. Ends this process when the connection closes.
+
+        `yielding`: after `QUICK` seconds the trial runs on idle processors only.
+        """
+        reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                self._try(source, its)
+                self._try(source, writer)
             finally:
                 os._exit(0)
-        os.close(its)
-        said = b""
+        os.close(writer)
+        output = b""
         while True:
-            ready, _, _ = select.select([mine, connection], [], [], LOOK)
+            ready, _, _ = select.select([reader, connection], [], [], LOOK)
             if connection in ready:
                 os.kill(pid, signal.SIGKILL)
                 os._exit(0)
-            if mine not in ready:
-                _stand_back(pid)
-            elif data := os.read(mine, 1 << 20):
-                said += data
-            else:
+            if reader not in ready:
+                if yielding:
+                    _run_when_idle(pid)
+                continue
+            data = os.read(reader, 1 << 20)
+            if not data:
                 break
+            output += data
         status = os.waitpid(pid, 0)[1]
-        if said and status == 0:
-            told: dict[str, object] = json.loads(said)
-            return told
+        if output and status == 0:
+            result: dict[str, object] = json.loads(output)
+            return result
         if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
             return {"error": f"it takes more than {self.seconds:g} seconds to compile and to try: make it simpler"}
         # out of memory or out of stack: which of them, the system doesn't say
-        most = f"{self.memory >> 20} MB"
-        return {"error": f"it needs more than {most} or nests too deep to be compiled: make it simpler"}
+        limit = f"{self.memory >> 20} MB"
+        return {"error": f"it needs more than {limit} or nests too deep to be compiled: make it simpler"}
 
     # ---- in the child
 
@@ -74,7 +79,7 @@ class GrammarSandbox:
             os.nice(10)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
-            resource.setrlimit(resource.RLIMIT_AS, (_size() + self.memory,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self.memory,) * 2)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_PROF, self.seconds)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -87,8 +92,8 @@ class GrammarSandbox:
             os.kill(os.getpid(), signal.SIGABRT)
         except BaseException as e:
             out = {"error": f"it can't be compiled ({type(e).__name__})"}
-        with open(pipe, "wb") as said:
-            said.write(json.dumps(out).encode())
+        with open(pipe, "wb") as file:
+            file.write(json.dumps(out).encode())
 
     def _compile(self, source: GrammarSource) -> GrammarText:
         grammar = build(source)
@@ -114,16 +119,17 @@ def main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 with socket.socket(fileno=connections[0]) as connection, connection.makefile("rb") as lines:
-                    source = GrammarSource(*json.loads(lines.readline()))
+                    kind, payload, field, yielding = json.loads(lines.readline())
                     connection.sendall(b"\n")  # it begins
-                    connection.sendall(json.dumps(sandbox.answer(source, connection.fileno())).encode())
+                    result = sandbox.answer(GrammarSource(kind, payload, field), connection.fileno(), yielding)
+                    connection.sendall(json.dumps(result).encode())
             finally:
                 os._exit(0)
         os.close(connections[0])
 
 
-def _stand_back(pid: int) -> None:
-    """Gives the trial of an expensive grammar only idle processor time from now on."""
+def _run_when_idle(pid: int) -> None:
+    """Leave only idle processor time to a trial that has used more than `QUICK` seconds."""
     with contextlib.suppress(OSError, ValueError):  # it has just ended, or this is no Linux
         with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
             used = int(file.read().split()[0]) / 1e9
@@ -131,7 +137,7 @@ def _stand_back(pid: int) -> None:
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _size() -> int:
+def _address_space() -> int:
     """Bytes of address space in use."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

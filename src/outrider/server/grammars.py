@@ -1,9 +1,10 @@
 """Compiles grammars for requests, within limits: each is tried in a sandbox process first (grammar_sandbox.py) and
 cached for repeated requests.
 
-A trial over its limits is a 400 that names the field; when a client disconnects, its trial is cancelled. Clients take
-turns. The cache holds at most `KEEP` bytes of compiled grammars; it evicts those of the client with the most first.
-Refusals are cached, too.
+A trial over its limits is a 400 that names the field; when a client disconnects, its trial is cancelled. A trial of a
+large grammar first runs on idle processors only: on a busy machine it may end with a 503. Sent again, the grammar gets
+an ordinary priority and more time, and the answer is final. Clients take turns. The cache holds at most `MAX_BYTES` of
+compiled grammars; it evicts those of the client with the most first. Refusals are cached, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import json
 import logging
 import os
 import sys
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,56 +33,65 @@ from .grammar_source import MAX_CHARS, GrammarSource
 
 log = logging.getLogger("outrider")
 SANDBOX = "outrider.server.grammar_sandbox"
-# of one trial: processor time, bytes, and seconds by the clock
-SECONDS = 1.0
+# limits of one trial: processor time, memory
+CPU_SECONDS = 1.0
 MEMORY = 192 << 20
-PATIENCE = 4.0
-# bytes of all together; and what a refusal counts for
-KEEP = 32 << 20
-REFUSAL = 32 << 10
-# trials; and of one client behind them
+# seconds by the clock: of the first trial of a grammar, and of the one after a 503
+PATIENCE_S = 4.0
+LAST_PATIENCE_S = 20.0
+RETRY_S = 5  # after a 503; until then the same grammar gets the same 503
+MAX_BUSY = 256  # grammars whose 503 is remembered
+MAX_BYTES = 32 << 20  # of the cache
+REFUSAL_BYTES = 32 << 10  # what a cached refusal counts for
+# trials at once; waiting trials of one client
 AT_ONCE = 2
 WAITING = 8
 
 
 @dataclass(frozen=True)
-class _Kept:
+class CachedGrammar:
     grammar: CompiledGrammar | str  # or why it is refused
-    bytes: int
+    num_bytes: int
     client: str  # the client that sent it
 
 
-def stand_back() -> None:
-    """This thread leaves most of the processor to others; on Linux threads have priorities of their own."""
+def lower_thread_priority() -> None:
+    """Leave most of the processor to other threads: on Linux threads have priorities of their own."""
     if sys.platform == "linux":
-        os.nice(10)  # of this thread
+        os.nice(10)
 
 
 class Grammars:
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer = tokenizer
         self._vocab = vocab_size
+        self._clock = clock
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
+        self._cache: OrderedDict[bytes, CachedGrammar] = (
+            OrderedDict()
+        )  # by the source's digest, most recently used last
+        self._busy: OrderedDict[bytes, float] = OrderedDict()  # digests with a 503, and when that was
         self._sandbox = ChildProcess(SANDBOX, self._setup)
         # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
-        self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
+        self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=lower_thread_priority)
 
     async def get(self, source: GrammarSource, client: str) -> CompiledGrammar:
-        """The grammar, or an ApiError. Cancel it, and what it has set going ends."""
+        """The grammar, or an ApiError. Cancelling the call ends its trial."""
         if len(source.payload) > MAX_CHARS:
             message = f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar."
             raise bad(message, source.field, "grammar_too_complex")
-        if (known := self._known(source)) is not None:
-            return known
+        cached = self._cached(source)
+        if cached is not None:
+            return cached
         async with self._gate.enter(client):
-            if (known := self._known(source)) is not None:  # another request has compiled the same in the meantime
-                return known
-            said = await self._trial(source)
-            if "error" in said:
-                self._keep(source, _Kept(said["error"], REFUSAL, client))
-                raise _refusal(source, said["error"])
-            return await self._compile(source, said, client)
+            cached = self._cached(source)  # another request may have compiled the same meanwhile
+            if cached is not None:
+                return cached
+            result = await self._try(source)
+            if "error" in result:
+                self._store(source, CachedGrammar(result["error"], REFUSAL_BYTES, client))
+                raise _refusal(source, result["error"])
+            return await self._compile(source, result, client)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
@@ -87,68 +99,89 @@ class Grammars:
 
     def start(self) -> None:
         """Make the compiler now, before connections come: it holds the interpreter for 0.2 s with 49k tokens."""
-        with contextlib.suppress(OutriderError):  # told with the first grammar
+        with contextlib.suppress(OutriderError):  # reported with the first grammar
             _ = self._compiler
 
     def _setup(self) -> bytes:
-        known = {"tokenizer": self._tokenizer.json, "vocab": self._vocab, "eos": sorted(self._tokenizer.eos_ids)}
-        return json.dumps({**known, "seconds": SECONDS, "memory": MEMORY}).encode()
+        setup = {"tokenizer": self._tokenizer.json, "vocab": self._vocab, "eos": sorted(self._tokenizer.eos_ids)}
+        return json.dumps({**setup, "seconds": CPU_SECONDS, "memory": MEMORY}).encode()
 
     def close(self) -> None:
         self._sandbox.close()
         self._thread.shutdown(wait=False)
 
-    def _known(self, source: GrammarSource) -> CompiledGrammar | None:
-        if source.digest not in self._kept:
-            return None
-        self._kept.move_to_end(source.digest)
-        known = self._kept[source.digest].grammar
-        if isinstance(known, str):
-            raise _refusal(source, known)
-        return known
+    def _cached(self, source: GrammarSource) -> CompiledGrammar | None:
+        """The compiled grammar, if it is cached; raises the cached refusal, and the 503 of a moment ago."""
+        if source.digest in self._cache:
+            self._cache.move_to_end(source.digest)
+            grammar = self._cache[source.digest].grammar
+            if isinstance(grammar, str):
+                raise _refusal(source, grammar)
+            return grammar
+        busy_since = self._busy.get(source.digest)
+        if busy_since is not None and self._clock() - busy_since < RETRY_S:
+            raise _too_busy(source)
+        return None
 
-    async def _compile(self, source: GrammarSource, said: dict[str, Any], client: str) -> CompiledGrammar:
-        text = said["text"]
+    async def _compile(self, source: GrammarSource, result: dict[str, Any], client: str) -> CompiledGrammar:
+        text = result["text"]
         try:
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(self._thread, lambda: self._compiler.compile(text))
         except OutriderError as e:
             raise _refusal(source, str(e)) from e
-        if said["unenforced"]:
-            log.warning("%s: schema keywords that are not enforced: %s", source.field, said["unenforced"])
-            grammar = replace(grammar, unenforced=said["unenforced"])
-        self._keep(source, _Kept(grammar, said["bytes"] + len(text), client))
+        if result["unenforced"]:
+            log.warning("%s: schema keywords that are not enforced: %s", source.field, result["unenforced"])
+            grammar = replace(grammar, unenforced=result["unenforced"])
+        self._store(source, CachedGrammar(grammar, result["bytes"] + len(text), client))
         return grammar
 
-    def _keep(self, source: GrammarSource, made: _Kept) -> None:
+    def _store(self, source: GrammarSource, entry: CachedGrammar) -> None:
         """A client with a thousand grammars must not evict another client's grammar."""
-        self._kept[source.digest] = made
-        while sum(k.bytes for k in self._kept.values()) > KEEP:
-            of: Counter[str] = Counter()
-            for kept in self._kept.values():
-                of[kept.client] += kept.bytes
-            most = of.most_common(1)[0][0]
-            del self._kept[next(digest for digest, kept in self._kept.items() if kept.client == most)]
+        self._cache[source.digest] = entry
+        self._busy.pop(source.digest, None)
+        while sum(cached.num_bytes for cached in self._cache.values()) > MAX_BYTES:
+            num_bytes: Counter[str] = Counter()  # by client
+            for cached in self._cache.values():
+                num_bytes[cached.client] += cached.num_bytes
+            largest = num_bytes.most_common(1)[0][0]
+            del self._cache[next(digest for digest, cached in self._cache.items() if cached.client == largest)]
 
-    async def _trial(self, source: GrammarSource) -> dict[str, Any]:
-        """The sandbox's answer, through a connection of its own: closed, it ends what it has set going."""
+    async def _try(self, source: GrammarSource) -> dict[str, Any]:
+        """The sandbox's answer. The first trial that takes too long is a 503, the next one a refusal."""
+        last = source.digest in self._busy
+        patience = LAST_PATIENCE_S if last else PATIENCE_S
         try:
-            mine = await asyncio.to_thread(self._sandbox.connect)
-            reader, writer = await asyncio.open_unix_connection(sock=mine)
-            try:
-                writer.write(json.dumps([source.kind, source.payload, source.field]).encode() + b"\n")
-                await reader.readexactly(1)  # it begins
-                async with asyncio.timeout(PATIENCE):
-                    answer: dict[str, Any] = json.loads(await reader.read())
-                return answer
-            finally:
-                writer.transport.abort()
+            return await self._trial(source, yielding=not last, patience=patience)
         except TimeoutError:
-            message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
-            raise ApiError(503, message, source.field, "busy", retry_after=5) from None
+            if last:
+                limit = f"{CPU_SECONDS:g} s of processor time"
+                return {"error": f"it can't be tried within {patience:g} s, with {limit}: make it simpler"}
+            self._busy[source.digest] = self._clock()
+            while len(self._busy) > MAX_BUSY:
+                self._busy.popitem(last=False)
+            raise _too_busy(source) from None
         except (ChildLost, OSError, EOFError, ValueError):
             raise ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1) from None
+
+    async def _trial(self, source: GrammarSource, yielding: bool, patience: float) -> dict[str, Any]:
+        """One trial through a connection of its own: closing that ends it. `yielding`: soon on idle processors only."""
+        connection = await asyncio.to_thread(self._sandbox.connect)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            writer.write(json.dumps([source.kind, source.payload, source.field, yielding]).encode() + b"\n")
+            await reader.readexactly(1)  # it begins
+            async with asyncio.timeout(patience):
+                answer: dict[str, Any] = json.loads(await reader.read())
+            return answer
+        finally:
+            writer.transport.abort()
 
 
 def _refusal(source: GrammarSource, why: str) -> ApiError:
     return bad(f"{source.field}: {why}.", source.field, "invalid_grammar")
+
+
+def _too_busy(source: GrammarSource) -> ApiError:
+    message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
+    return ApiError(503, message, source.field, "busy", retry_after=RETRY_S)
