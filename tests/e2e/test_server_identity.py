@@ -223,6 +223,19 @@ def test_an_identity_is_no_place_in_a_list_and_not_the_key() -> None:
     assert prefix_namespace("127.0.0.1") == b"" != prefix_namespace(client_of(b"bob"))
 
 
+def test_a_fifo_in_place_of_the_key_file_does_not_stop_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGHUP is handled on the event loop, where opening a fifo would wait for its writer."""
+    file = tmp_path / "keys"
+    file.write_text("alice")
+    keys = Keys(ServerSettings("fake", api_keys=("alice",), api_key_file=file))
+    file.unlink()
+    os.mkfifo(file)
+    keys.reload()
+    assert keys.find(b"alice") and "stay as they were" in caplog.text
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_replicas_of_a_cluster_separate_the_prefixes_of_clients(share: bool) -> None:
     """The ingress holds the keys; replicas, which have none, put all clients into one namespace."""

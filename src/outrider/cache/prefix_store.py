@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import mmap
 import os
+import stat
 import struct
 import tempfile
 import threading
@@ -252,25 +252,58 @@ class PrefixStore:
         return fits
 
     def _read(self, number: int, key: bytes) -> dict[GroupName, Tensor] | None:
-        """The page's bytes by group, mapped from its file; None: it is not there or not as it was written."""
+        """The page's bytes by group, copied from its file; None: it is not there or not as it was written."""
         path = self._path(number, key)
         try:
-            with path.open("rb") as file, contextlib.suppress(ValueError, struct.error):  # an empty or a short file
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                magic, identity, header_bytes, crc, groups, size = HEADER.unpack_from(data)
-                names = [name for i, name in enumerate(self._names) if groups >> i & 1]
-                sizes = {name: sum(t[0].numel() for t in self._kv.layers[name]) for name in names}
-                ours = (magic, identity, header_bytes, size) == (MAGIC, self._id, key, sum(sizes.values()))
-                whole = ours and len(data) == HEADER.size + size
-                if whole and zlib.crc32(memoryview(data)[HEADER.size :]) == crc:
-                    payload = torch.frombuffer(data, dtype=torch.uint8)[HEADER.size :]
-                    return dict(zip(sizes, payload.split(list(sizes.values()))))
+            pages = self._parse(path, key)
         except FileNotFoundError:
             return None
         except OSError as e:
             log.warning("a page of the prefix store can't be read and is ignored: %s: %s", path.name, e.strerror or e)
             return None
-        log.warning("a page of the prefix store is damaged or foreign and is ignored: %s", path.name)
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return None
+        if pages is None:
+            log.warning("a page of the prefix store is damaged or foreign and is ignored: %s", path.name)
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return pages
+
+    def _parse(self, path: Path, key: bytes) -> dict[GroupName, Tensor] | None:
+        """The pages in a file; None if its header, its length or its checksum is wrong."""
+        layer_bytes = {name: sum(t[0].numel() for t in self._kv.layers[name]) for name in self._names}
+        data = read_regular_file(path, HEADER.size + sum(layer_bytes.values()) + 1)
+        if len(data) < HEADER.size:
+            return None
+        magic, identity, header_key, crc, groups, size = HEADER.unpack_from(data)
+        names = [name for i, name in enumerate(self._names) if groups >> i & 1]
+        sizes = [layer_bytes[name] for name in names]
+        if (magic, identity, header_key, size) != (MAGIC, self._id, key, sum(sizes)):
+            return None
+        if len(data) != HEADER.size + size or zlib.crc32(memoryview(data)[HEADER.size :]) != crc:
+            return None
+        payload = torch.frombuffer(data, dtype=torch.uint8)[HEADER.size :]
+        return dict(zip(names, payload.split(sizes), strict=True))
+
+
+def read_regular_file(path: Path, limit: int) -> bytearray:
+    """At most `limit` bytes of a regular file; nothing of anything else.
+
+    Opening a fifo would wait for its writer. The bytes are copied: a mapping ends the process (SIGBUS) if the file is
+    truncated while it is read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return bytearray()
+        data = bytearray(min(limit, status.st_size))
+        num_bytes = 0
+        with open(descriptor, "rb", buffering=0, closefd=False) as file, memoryview(data) as view:
+            while num_bytes < len(data):
+                count = file.readinto(view[num_bytes:])
+                if not count:
+                    break  # truncated meanwhile
+                num_bytes += count
+        del data[num_bytes:]
+        return data
+    finally:
+        os.close(descriptor)

@@ -123,6 +123,9 @@ class Keys:
         if self._file is None:
             log.warning("there is no --api-key-file to read again")
             return
+        if self._file.exists() and not self._file.is_file():  # opening a fifo would stop the event loop
+            log.error("the API keys stay as they were: %s is not a regular file", self._file)
+            return
         try:
             self._keys = [k.encode() for k in read_keys(self._command_line_key, self._file)]
         except OutriderError as e:

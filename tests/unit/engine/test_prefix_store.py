@@ -139,7 +139,7 @@ def test_files_are_their_owners_alone(tmp_path: Path) -> None:
     assert {stat.S_IMODE(p.stat().st_mode) for p in (folder, files(folder)[0].parent)} == {0o700}
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "renamed", "magic", "folder"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "renamed", "magic", "folder", "fifo", "device"])
 @pytest.mark.parametrize("which", [0, 7])
 def test_a_damaged_page_is_computed_again(
     tmp_path: Path, harm: str, which: int, caplog: pytest.LogCaptureFixture
@@ -158,15 +158,53 @@ def test_a_damaged_page_is_computed_again(
     elif harm == "magic":
         data[:8] = b"GGUF\0\0\0\0"
     path.write_bytes(data)
-    if harm == "folder":
+    if harm in ("folder", "fifo", "device"):
         path.unlink()
+    if harm == "folder":
         path.mkdir()
+    elif harm == "fifo":
+        os.mkfifo(path)  # opening it waited for a writer, and with it the engine
+    elif harm == "device":
+        path.symlink_to("/dev/zero")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "outrider"):
         again = engine(tmp_path, "dense")
         got, cached = asked(again)
     assert got == text and cached == 4 * which // 16 * 16
     assert len([r for r in caplog.records if "ignored" in r.message]) == 1, "one line"
+
+
+@pytest.mark.parametrize("harm", ["cut", "replaced", "removed"])
+def test_a_page_may_change_once_it_was_read(tmp_path: Path, harm: str) -> None:
+    """Pages were mapped: a file that was truncated before its copy into the cache ended the process with SIGBUS."""
+    script = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.unit.engine.test_prefix_store import PROMPT, asked, disk, engine, files
+
+folder = Path({str(tmp_path)!r})
+text, _ = asked(engine(folder))
+again = engine(folder)
+adopt = again.store.adopt
+
+def late(pages):
+    for path in files(folder):
+        if {harm!r} == "cut":
+            os.truncate(path, 0)
+        elif {harm!r} == "replaced":
+            path.with_suffix(".new").write_bytes(b"x")
+            os.replace(path.with_suffix(".new"), path)
+        else:
+            path.unlink()
+    return adopt(pages)
+
+again.store.adopt = late
+got, cached = asked(again)
+print(got == text, cached > 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout.split()) == (0, ["True", "True"]), ran.stderr[-2000:]
 
 
 def test_another_model_or_format_is_not_looked_at(tmp_path: Path) -> None:
