@@ -280,8 +280,9 @@ class Served:
         self.engine = engine
         self._clients: dict[str, Any] = {}
         vision = settings.pop("vision", "this model takes no images")
+        audio = settings.pop("audio", "this model takes no sound")
         self.server = HttpServer(
-            ServerBackend(engine, tok, vocab, max_context, "drafter: fake", vision=vision),
+            ServerBackend(engine, tok, vocab, max_context, "drafter: fake", vision=vision, audio=audio),
             ServerSettings(**{"model_name": "fake", "port": 0, **settings}),
         )
         self.state = self.server.app.state.server

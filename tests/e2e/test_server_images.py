@@ -139,9 +139,9 @@ def test_what_cannot_be_read_is_refused(served: Served, url: str, said: str) -> 
 def test_audio_video_and_too_many_are_refused(served: Served) -> None:
     image = {"type": "image_url", "image_url": URL}
     assert "at most 2" in chat(served, [image] * 3).json()["error"]["message"]
-    for kind in ("input_audio", "video_url"):
+    for kind, said in (("input_audio", "input_audio needs data"), ("video_url", "send frames of it as images")):
         answer = chat(served, [{"type": kind, kind: {"data": "", "format": "wav"}}])
-        assert answer.status_code == 400 and kind in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
     assert chat(served, [image], prompt_logprobs=1).status_code == 400
 
 

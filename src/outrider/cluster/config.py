@@ -91,7 +91,7 @@ class ClusterConfig(BaseModel, frozen=True):
         if options.get("tree") is False:  # how YAML reads the word `off`
             options["tree"] = "off"
         for name, value in options.items():
-            if isinstance(value, bool) and name != "vision":
+            if isinstance(value, bool) and name not in ("vision", "audio"):
                 raise OutriderError(f"{where}{name}: {json.dumps(value)} is not allowed: it is no yes or no")
         try:
             load = LoadFields.model_validate({name: value for name, value in options.items() if name in OPTIONS})

@@ -11,7 +11,7 @@ from typing import Any
 from ..prompts import opened
 from ..types import OutriderError, bad_input, require
 
-VIDEO = "video cannot be read here: send frames of it as images, and its sound as a clip"
+VIDEO = "video needs a decoder, which is not included: send frames of it as images, and its sound as a clip"
 VIDEO_PARTS = ("video", "video_url", "input_video")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 AUDIO_PARTS = ("audio", "audio_url", "input_audio")

@@ -66,9 +66,9 @@ class ReceivedBody:
     def long(self) -> bool:
         return len(self.raw) > LONG
 
-    async def work(self, function: Callable[[], T], images: bool = False) -> T:
-        """Off the event loop, in the client's turn. images: some may be decoded."""
-        lane: Lane = "images" if images else "long" if self.long else "short"
+    async def work(self, function: Callable[[], T], media: bool = False) -> T:
+        """Off the event loop, in the client's turn. media: images or clips may be decoded."""
+        lane: Lane = "media" if media else "long" if self.long else "short"
         return await self.lanes[lane].run(self.client, function)
 
     async def parsed(self, parse: Callable[[bytes], T]) -> T:
@@ -130,7 +130,7 @@ class Server:
                 # rendered off the loop, too: a long text has many tokens
                 return await got.work(
                     lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))),
-                    images=model.prepare.sees and b"image" in got.raw,
+                    media=(model.prepare.sees and b"image" in got.raw) or (model.prepare.hears and b"audio" in got.raw),
                 )
 
     @asynccontextmanager
@@ -202,8 +202,8 @@ class Server:
         stack.enter_context(self.admission.enter(answers, client))
         if request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes"):
             body.outrider = body.outrider.model_copy(update={"stats": True})
-        images = isinstance(body, ChatRequest) and any(message.images for message in body.messages)
-        job = await got.work(lambda: model.prepare.job(body), images)
+        media = isinstance(body, ChatRequest) and any(message.has_media for message in body.messages)
+        job = await got.work(lambda: model.prepare.job(body), media)
         got.room.close()
         if self.recorder is not None:
             await got.work(partial(self.recorder.take, request.state.path, got.raw))

@@ -264,11 +264,11 @@ class FairExecutor:
                 answer.set_result(result)
 
 
-Lane = Literal["short", "long", "images"]
+Lane = Literal["short", "long", "media"]
 
 
 def lanes(threads: int, most_waiting: int) -> dict[Lane, FairExecutor]:
     """Of work that would block the event loop: reading bodies, tokenising. Long work has a thread of its own, and so
-    have images, whose threads mostly wait for decoding processes."""
-    of: dict[Lane, int] = {"short": threads, "long": 1, "images": 8}
+    have images and sound, whose threads mostly wait for decoding processes."""
+    of: dict[Lane, int] = {"short": threads, "long": 1, "media": 8}
     return {lane: FairExecutor(n, most_waiting, f"outrider-reader-{lane}") for lane, n in of.items()}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..engine.adapters import AdapterPool
+from ..engine.audio import AudioEncoder
 from ..engine.engine import Engine
 from ..engine.images import ImageEncoder
 from ..engine.text import Tokenizer
@@ -113,6 +114,7 @@ class ServedModel:
     places: int = 0  # sequences at once; 0: as many as the settings say
     adapters: AdapterPool | None = None  # None: it takes none
     vision: ImageEncoder | str = "this model takes no images"  # the image encoder, or the reason why there is none
+    audio: AudioEncoder | str = "this model takes no sound"  # the audio encoder, likewise
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
@@ -133,6 +135,7 @@ class ServedModel:
             ModelInfo.named(llm.name),
             adapters=llm.adapters,
             vision=llm.vision,
+            audio=llm.audio,
         )
 
 
@@ -216,6 +219,7 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
         template = prepare.tokenizer.files.chat_template or ""
         capabilities += ["insert"] if prepare.infill is not None else []
         capabilities += ["vision"] if prepare.sees else []
+        capabilities += ["audio"] if prepare.hears else []
         capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
         sampling = "\n".join(f"{name} {value:g}" for name, value in prepare.defaults(OLLAMA).items())
     return {
@@ -245,7 +249,7 @@ def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
         "chat_template": files.chat_template,
         "bos_token": files.specials.get("bos_token"),
         "eos_token": files.specials.get("eos_token"),
-        "modalities": {"vision": preparer.sees, "audio": False},
+        "modalities": {"vision": preparer.sees, "audio": preparer.hears},
         "build_info": f"outrider-{__version__}",
         "outrider": {"sampling_from": "model" if files.sampling else "protocol", "sampling": sampling},
     }

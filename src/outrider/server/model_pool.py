@@ -72,8 +72,9 @@ class LoadedModel:
         self.tokenizer_process.close()
         self.backend.tokenizer.render_elsewhere = None
         self.template.close()
-        if not isinstance(self.backend.vision, str):
-            self.backend.vision.close()
+        for encoder in (self.backend.vision, self.backend.audio):
+            if not isinstance(encoder, str):
+                encoder.close()
 
 
 @dataclass(eq=False)

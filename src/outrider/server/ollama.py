@@ -3,6 +3,7 @@ without a prompt or a message loads the model."""
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Sequence
@@ -81,12 +82,29 @@ def untagged(name: str | None) -> str | None:
     return None if name is None else name.removesuffix(":latest")
 
 
-def with_images(text: str, images: list[str] | None) -> JsonValue:
-    """A message's content: Ollama's images are bare base64 and stand before the text."""
-    if not images:
+def with_media(text: str, files: list[str] | None) -> JsonValue:
+    """A message's content: the files that Ollama calls images are bare base64 and stand before the text; clips of
+    sound are among them."""
+    if not files:
         return text
-    parts: list[JsonValue] = [{"type": "image_url", "image_url": f"data:image;base64,{image}"} for image in images]
+    parts: list[JsonValue] = []
+    for file in files:
+        if is_sound(file):
+            parts.append({"type": "input_audio", "input_audio": {"data": file}})
+        else:
+            parts.append({"type": "image_url", "image_url": f"data:image;base64,{file}"})
     return [*parts, {"type": "text", "text": text}]
+
+
+def is_sound(file: str) -> bool:
+    """True for base64 of a WAV, FLAC, Ogg or MP3 file, by its first bytes."""
+    try:
+        head = base64.b64decode(file[:16], validate=True)
+    except ValueError:
+        return False
+    wave = head[:4] == b"RIFF" and head[8:12] == b"WAVE"
+    mpeg = len(head) > 2 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0 and head[1] & 0x06 != 0
+    return wave or mpeg or head[:4] in (b"fLaC", b"OggS") or head[:3] == b"ID3"
 
 
 def parse_chat(raw: bytes) -> ChatRequest:
@@ -95,7 +113,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     for i, m in enumerate(body.messages):
         made = enumerate(m.tool_calls or [])
         calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.get("function")} for j, c in made]
-        said = {"role": m.role, "content": with_images(m.content or "", m.images), "tool_calls": calls or None}
+        said = {"role": m.role, "content": with_media(m.content or "", m.images), "tool_calls": calls or None}
         messages.append({**said, "tool_call_id": "", "name": m.tool_name})
     return OllamaChat.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
 
@@ -112,7 +130,7 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
         given = {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
         return OllamaCompletion.model_validate(given)
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": with_images(body.prompt, body.images)}]
+    messages = [*system, {"role": "user", "content": with_media(body.prompt, body.images)}]
     return OllamaChat.model_validate({**_common(body), "messages": messages})
 
 

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from ..engine.chat_template import reserved
 from ..engine.grammar import AllowedTokens
-from ..engine.soft_prompt import SoftInputs, continued, expand
+from ..engine.soft_prompt import continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG
@@ -26,10 +26,10 @@ from .answer import Job
 from .dialect import Dialect, Infill, in_turns, spell_out_tools
 from .errors import ContextOverflow, bad, bad_if, check_size
 from .grammar_source import MAX_CALLS, GrammarSource
-from .image_fetch import fetch_image
 from .model_info import ServedModel
 from .output import Parser, ParserChain, PlainText, loaded
 from .reasoning import Thoughts
+from .request_media import check_media, media_of, template_parts, with_soft_tokens
 from .schema import ChatRequest, Common, CompletionRequest, Message, Tool
 from .settings import ServerSettings
 from .spellings import UNCHANGED
@@ -221,12 +221,9 @@ class Preparer:
     def _prompt(self, body: ChatRequest) -> ChatPrompt:
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if body.uses_tools else None
         messages = [self._message(m) for m in body.messages]
-        images = [image for m in body.messages for image in m.images]
-        if images and (body.truncate_prompt_tokens is not None or body.prompt_logprobs is not None):
-            field = "prompt_logprobs" if body.truncate_prompt_tokens is None else "truncate_prompt_tokens"
-            raise bad(f"{field} can't be combined with images.", field)
-        if images and isinstance(self.backend.vision, str):
-            raise bad(f"{self.backend.vision[:1].upper()}{self.backend.vision[1:]}.", "messages")
+        media = media_of(body.messages)
+        if media:
+            check_media(media, body, self.backend)
         for message in body.messages:
             # what others have said a template may leave out
             if message.role == "user" and body.truncate_prompt_tokens is None:
@@ -247,8 +244,9 @@ class Preparer:
         begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
-            if images:
-                prompt = replace(prompt, ids=self._with_images(prompt.ids, images))
+            if media:
+                hosts = self._settings.allow_image_hosts
+                prompt = replace(prompt, ids=with_soft_tokens(prompt.ids, media, self.backend, hosts))
             if not last:
                 return prompt
             # as text: what the beginning of an answer spells of control tokens is left out
@@ -260,26 +258,19 @@ class Preparer:
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e
 
-    def _with_images(self, ids: list[int], urls: list[str]) -> list[int]:
-        vision = self.backend.vision
-        assert not isinstance(vision, str), "a model that takes no images has refused them"
-        if len(urls) > vision.max_items:
-            raise OutriderError(f"{len(urls)} images; at most {vision.max_items} are allowed in a prompt")
-        hosts = self._settings.allow_image_hosts
-        images = [url if url[:5].lower() == "data:" else fetch_image(url, hosts) for url in urls]
-        return expand(ids, [SoftInputs(vision, images)])
-
     @property
     def sees(self) -> bool:
         return not isinstance(self.backend.vision, str)
 
+    @property
+    def hears(self) -> bool:
+        return not isinstance(self.backend.audio, str)
+
     def _message(self, message: Message) -> dict[str, JsonValue]:
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         out: dict[str, JsonValue] = {"role": role, "content": message.text}
-        if message.images and isinstance(message.content, list):  # as chat templates read them
-            out["content"] = [
-                {"type": "image"} if part.image else {"type": "text", "text": part.text} for part in message.content
-            ]
+        if message.has_media and isinstance(message.content, list):
+            out["content"] = template_parts(message.content)
         if message.tool_calls:
             calls: list[JsonValue] = []
             for call in message.tool_calls:
@@ -408,7 +399,7 @@ def _text_to_continue(message: dict[str, JsonValue]) -> str:
     """The text that an answer goes on from."""
     content = message["content"]
     if not isinstance(content, str):
-        raise bad("continue_final_message: the message to continue may hold text only, no images.", "messages")
+        raise bad("continue_final_message: the message to continue may hold text only, no images or sound.", "messages")
     return content
 
 

@@ -13,8 +13,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, model_validator
 from pydantic_core import CoreSchema
 
+from ..engine.media import VIDEO, VIDEO_PARTS
 from ..types import MAX_DRAFT
 from .grammar_source import Kind
+from .media_fetch import IMAGE, SOUND, MediaKind
 from .spellings import MOST_LOGPROBS, OPENAI, Biases, Integer, Prompts, Texts, Top, spelled
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
@@ -84,38 +86,58 @@ class StreamOptions(Strict):
 
 
 class TextPart(Lenient):
-    """Text, or an image as a URL. Thoughts of earlier turns are not rendered again; a refusal is text."""
+    """Text, an image or a clip. Thoughts of earlier turns are not rendered again; a refusal is text."""
 
     type: str = "text"
     text: str = ""
     refusal: str = ""
     image_url: str | dict[str, object] | None = None
+    audio_url: str | dict[str, object] | None = None
+    input_audio: str | dict[str, object] | None = None
     image: str | None = None  # its data URL or address
+    clip: str | None = None  # likewise
 
     @model_validator(mode="after")
     def is_text(self) -> TextPart:
+        self.image = None
+        self.clip = None
         if self.type == "refusal":
             self.text = self.refusal
         elif self.type in ("thinking", "redacted_thinking", "reasoning"):
             self.text = ""
         elif self.type in ("image_url", "input_image"):
             self.text = ""
-            self.image = image_of(self.image_url)
+            self.image = url_of(self.image_url, "image_url", IMAGE)
+        elif self.type == "audio_url":
+            self.text = ""
+            self.clip = url_of(self.audio_url, "audio_url", SOUND)
+        elif self.type == "input_audio":
+            self.text = ""
+            self.clip = sound_of(self.input_audio)
         else:
+            refuse(self.type in VIDEO_PARTS, VIDEO)
             known = self.type in ("text", "input_text", "output_text")
-            refuse(not known, f"parts of type '{self.type[:40]}' can't be read here, only text and images")
+            refuse(not known, f"parts of type '{self.type[:40]}' can't be read here, only text, images and sound")
             refuse("text" not in self.model_fields_set, "text is missing")
         return self
 
 
-def image_of(given: object) -> str:
+def url_of(given: object, field: str, kind: MediaKind) -> str:
     """A data URL or an address, as clients send it: bare or as {"url": ..., "detail": ...}."""
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url:
-        raise ValueError("image_url is missing")
+        raise ValueError(f"{field} is missing")
     if not url[:8].lower().startswith(("data:", "http://", "https://")):
-        raise ValueError("images are not fetched from such an address; send a data URL (data:image/png;base64,...)")
+        raise ValueError(f"{kind.subject} not fetched from such an address; send a data URL ({kind.example})")
     return url
+
+
+def sound_of(given: object) -> str:
+    """OpenAI's {"data": base64, "format": "wav"} as a data URL. The file's content says its format."""
+    data = given.get("data") if isinstance(given, dict) else None
+    if not isinstance(data, str) or not data:
+        raise ValueError('input_audio needs data: {"data": "<base64>", "format": "wav"}')
+    return data if data[:5].lower() == "data:" else f"data:audio/*;base64,{data}"
 
 
 class WithText(Lenient):
@@ -157,6 +179,15 @@ class Message(WithText):
     def images(self) -> list[str]:
         """Data URLs and addresses, in order."""
         return [p.image for p in self.content if p.image] if isinstance(self.content, list) else []
+
+    @property
+    def clips(self) -> list[str]:
+        """Data URLs and addresses, in order."""
+        return [p.clip for p in self.content if p.clip] if isinstance(self.content, list) else []
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.images or self.clips)
 
 
 class Function(Strict):

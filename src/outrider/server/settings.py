@@ -55,9 +55,9 @@ class ServerSettings:
     finish_prompts: Annotated[
         float, "Seconds to continue the prefill of a long prompt after its client disconnected; 0: none."
     ] = 600.0
-    allow_image_hosts: Annotated[str, "Hosts from which images may be fetched: HOST or HOST:PORT, comma-separated."] = (
-        ""
-    )
+    allow_image_hosts: Annotated[
+        str, "Hosts from which images and sound may be fetched: HOST or HOST:PORT, comma-separated."
+    ] = ""
     runtime_adapters: Annotated[bool, "Allow clients to load and unload LoRA adapters (/v1/load_lora_adapter)."] = False
     record_prompt: Annotated[Path | None, "File for the longest prompt's system text and tools (for launch)."] = None
     share_prefixes: Annotated[bool, "Share the prefix cache between API keys. Answers stay the same."] = False

@@ -1,4 +1,4 @@
-"""Images by address: fetched from named hosts at public addresses only. The server here is on loopback, so most tests
+"""Images and sound by address: fetched from named hosts at public addresses only. The server here is on loopback, so most tests
 say which addresses count as public; what is public is tested by itself."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from outrider.server import image_fetch
-from outrider.server.image_fetch import fetch_image, public
+from outrider.server import media_fetch
+from outrider.server.media_fetch import IMAGE, SOUND, public
 from outrider.types import OutriderError
 
 HOST = "pictures.example"
@@ -54,8 +54,8 @@ def port() -> Iterator[int]:
 
 def fetch(port: int, url: str, **more: object) -> bytes:
     given = {"addresses": lambda host, _: ["127.0.0.1"], "public": lambda _: True, "MAX_BYTES": 1000} | more
-    with patch.multiple(image_fetch, **given):
-        return fetch_image(url, f"{HOST}:{port}")
+    with patch.multiple(media_fetch, **given):
+        return media_fetch.fetch(url, f"{HOST}:{port}", IMAGE)
 
 
 def test_a_named_host_is_asked_at_the_address_that_was_checked(port: int) -> None:
@@ -119,4 +119,11 @@ def test_what_is_public() -> None:
 
 def test_nothing_is_fetched_by_default() -> None:
     with pytest.raises(OutriderError, match="not fetched"):
-        fetch_image("https://example.org/cat.png", "")
+        media_fetch.fetch("https://example.org/cat.png", "", IMAGE)
+
+
+def test_errors_about_sound_speak_of_sound() -> None:
+    with pytest.raises(OutriderError, match="sound is not fetched from the network"):
+        media_fetch.fetch("https://example.org/a.wav", "", SOUND)
+    with pytest.raises(OutriderError, match="is not an address of a sound"):
+        media_fetch.fetch("ftp://example.org/a.wav", "example.org", SOUND)
