@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.spec.controller import Controller
-from outrider.spec.cost import CostTable
-from outrider.spec.plan import ControllerState, CyclePlan, DraftContext
+from outrider.spec.cost import CostTable, SequenceDraft
+from outrider.spec.plan import ControllerState, CyclePlan, DraftContext, StepTiming
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 
 
@@ -138,7 +138,7 @@ def replay(
             for (t, at), c in zip(running.values(), choices)
         ]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
-        parts = [(choice.drafter, choice.k, steps) for choice, steps in ended]
+        parts = [SequenceDraft(choice.drafter, verified=choice.k, drafted=steps) for choice, steps in ended]
         seconds = cost.mixed(parts, context)
         out.cycles += 1
         for here, (choice, steps), confidence in zip(views, ended, sure, strict=True):
@@ -158,9 +158,11 @@ def replay(
                 policy.finish(id)
             else:
                 running[id] = (trace, position)
-        told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
-        main = next((name for name, _, steps in parts if name and steps and not cost.free(name)), None)
-        policy.observe_step(len(views), sum(k for _, k, _ in parts) / len(views), context, told, main)
+        observed = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
+        costly = [part.drafter for part in parts if part.drafter and part.drafted and not cost.free(part.drafter)]
+        mean_k = sum(part.verified for part in parts) / len(views)
+        drafter = costly[0] if costly else None
+        policy.observe_step(StepTiming(batch=len(views), k=mean_k, context=context, seconds=observed, drafter=drafter))
     return out
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.simulate import Trace
 
-from outrider.spec.plan import CyclePlan, DraftContext
+from outrider.spec.plan import CyclePlan, DraftContext, StepTiming
 from outrider.types import MAX_DRAFT, NO_DRAFT, DraftPlan
 
 
@@ -91,7 +91,7 @@ class Fixed:
     ) -> None:
         pass
 
-    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+    def observe_step(self, timing: StepTiming) -> None:
         pass
 
     def trust(self, drafter: str) -> list[float]:

@@ -67,7 +67,7 @@ class LLM:
             Leader(engine, group)
         if key is not None:
             digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-            engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
+            engine.controller.replace_costs(calibrate(engine, key, hub.cache_path("costs", f"{digest}.json")))
         self.engine = engine
         self.name = name
         self.drafter_note = made.drafter_note

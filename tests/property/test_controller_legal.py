@@ -8,7 +8,7 @@ from tests.simulate import Trace, replay
 from tests.traces import Fixed
 
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import DraftContext
+from outrider.spec.plan import DraftContext, StepTiming
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 VIEW = st.tuples(
@@ -32,7 +32,10 @@ def test_choices_are_legal(machine, cycles):
             assert 0 <= c.k <= max(0, v.remaining - 1)
             assert c.drafter is None or c.k <= v.drafter_available[c.drafter]
             controller.observe(v.state, c.drafter, c.k, min(luck, c.k), [0.5] * c.k if luck % 2 else None)
-        controller.observe_step(len(views), max(c.k for c in choices), 100, seconds, choices[0].drafter)
+        widest = max(c.k for c in choices)
+        controller.observe_step(
+            StepTiming(len(views), widest, context=100, seconds=seconds, drafter=choices[0].drafter)
+        )
         controller.finish("")  # applies all observations
         assert all(0.0 < a < 1.0 for stats in controller.acceptance.values() for a in stats.a)
         assert 0.0 <= controller._explored < controller._time

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..spec.plan import StepTiming
 from .prefill_budget import ROWS, PrefillBudget
 from .step import PendingStep, Sequence
 
@@ -58,5 +59,12 @@ class StepTimer:
         # The cost table holds the base model's steps, and trees of one sequence.
         if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
             drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
-            observe = self.policy.controller.observe_step
-            observe(len(scheduled), pending.width, pending.context, seconds, drafter, pending.tree)
+            timing = StepTiming(
+                batch=len(scheduled),
+                k=pending.width,
+                context=pending.context,
+                seconds=seconds,
+                drafter=drafter,
+                tree=pending.tree,
+            )
+            self.policy.controller.observe_step(timing)

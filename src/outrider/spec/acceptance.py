@@ -22,10 +22,9 @@ from .tuning import Tuning
 
 FILE = "acceptance.json"
 BINS = 16  # of drafter confidence
-MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
-# acceptance of position 1 before anything is known; judged tokens that a position's neighbour counts for
-FIRST = 0.5
-NEIGHBOUR = 2.0
+MAX_ACCEPTANCE = 0.99  # no estimate above: a certain success would hide the cost of being wrong
+FIRST_ACCEPTANCE = 0.5  # prior of position 1
+NEIGHBOUR_WEIGHT = 2.0  # pseudo-count for the previous position's rate
 
 
 class Source(NamedTuple):
@@ -73,8 +72,8 @@ def measure(answers: Iterable[Runs], weights: str) -> AcceptanceProfile:
         raise OutriderError("no drafts to judge: the answers are too short")
     accepted: list[float] = []
     for g, s in zip(good, seen, strict=True):  # a position hardly reached is like the one before it
-        before = accepted[-1] if accepted else FIRST
-        accepted.append(round((g + NEIGHBOUR * before) / (s + NEIGHBOUR), 4))
+        before = accepted[-1] if accepted else FIRST_ACCEPTANCE
+        accepted.append(round((g + NEIGHBOUR_WEIGHT * before) / (s + NEIGHBOUR_WEIGHT), 4))
     trust = tuple(round(g / s, 4) for g, s in bins)
     return AcceptanceProfile(weights, tuple(accepted), trust, judged, tuple(seen))
 
@@ -101,23 +100,44 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
     return card if card.weights == weights and sizes and shares else None
 
 
+class CycleMeans(NamedTuple):
+    """Tokens per cycle of drafts that end themselves."""
+
+    emitted: float
+    verified: float
+    drafted: float
+
+
 class CycleStats:
     """Exponentially weighted sums over cycles of drafts that end themselves: tokens emitted, verified and drafted, and
-    cycles. Counts are kept, not seconds: the cost table gives the times, and it may change."""
+    cycles. Counts are summed, not seconds: the cost table gives the times, and it may change."""
 
-    __slots__ = ("sums",)
+    __slots__ = ("cycles", "drafted", "emitted", "verified")
 
-    def __init__(self, made: float = 0.0, verified: float = 0.0, drafted: float = 0.0, cycles: float = 0.0) -> None:
-        self.sums = [made * cycles, verified * cycles, drafted * cycles, cycles]
+    def __init__(
+        self, *, emitted: float = 0.0, verified: float = 0.0, drafted: float = 0.0, cycles: float = 0.0
+    ) -> None:
+        """Means per cycle, and the number of cycles that they are worth."""
+        self.emitted = emitted * cycles
+        self.verified = verified * cycles
+        self.drafted = drafted * cycles
+        self.cycles = cycles
 
-    def add(self, made: int, verified: int, drafted: float, keep: float) -> None:
-        self.sums = [old * keep + new for old, new in zip(self.sums, (made, verified, drafted, 1.0))]
+    def add(self, *, emitted: int, verified: int, drafted: float, decay: float) -> None:
+        self.emitted = self.emitted * decay + emitted
+        self.verified = self.verified * decay + verified
+        self.drafted = self.drafted * decay + drafted
+        self.cycles = self.cycles * decay + 1.0
 
-    def beside(self, prior: CycleStats, weight: float) -> list[float]:
-        """The means of tokens emitted, verified and drafted; the prior counts as `weight` cycles."""
-        share = weight / prior.sums[3]
-        cycles = self.sums[3] + weight
-        return [(mine + share * before) / cycles for mine, before in zip(self.sums[:3], prior.sums)]
+    def blend(self, prior: CycleStats, weight: float) -> CycleMeans:
+        """The means; the prior counts as `weight` cycles."""
+        share = weight / prior.cycles
+        cycles = self.cycles + weight
+        return CycleMeans(
+            emitted=(self.emitted + share * prior.emitted) / cycles,
+            verified=(self.verified + share * prior.verified) / cycles,
+            drafted=(self.drafted + share * prior.drafted) / cycles,
+        )
 
 
 class PositionStats:
@@ -151,8 +171,8 @@ class PositionStats:
             expected = p if shift == 1.0 else p * shift / (1.0 - p + p * shift)
             n = seen[j]
             a = (good[j] + weights[j] * expected) / (n + weights[j]) if n else expected
-            if a > MOST:
-                a = MOST
+            if a > MAX_ACCEPTANCE:
+                a = MAX_ACCEPTANCE
             out.append(a)
             if n:
                 shift = a * (1.0 - p) / ((1.0 - a) * p)
@@ -173,7 +193,7 @@ class DrafterStats:
         """trust: acceptance by confidence, 16 bins. counts: tokens measured by position; None: no profile's prior."""
         self.tuning = tuning
         self.arm = PositionStats()
-        self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
+        self.prior = [min(MAX_ACCEPTANCE, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
         self.accepted = 0
@@ -194,7 +214,7 @@ class DrafterStats:
         self.in_chains = tuning.tree_lift_weight
         self.worth: CycleStats | None = None  # statistics of drafts that end themselves; None until one is considered
 
-    def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
+    def add(self, *, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, self.tuning.keep)
         self.judged += 1
         self.accepted += accepted
@@ -237,17 +257,19 @@ class AcceptanceTable(dict[Source, DrafterStats]):
         tuning = self.tuning
         profile = self.profiles.get(source.drafter)
         free = self.free(source.drafter)
+        no_counts = None if free else ()
         if source.adapter:  # it starts from the base model's statistics, which are soon outweighed
             base = self[source._replace(adapter="")]
             others = [other for other in self if other.adapter and other[:2] == source[:2]]
             if len(others) >= tuning.adapters:
                 del self[others[0]]
-            made = DrafterStats(tuning, base.a, None if free else base.trust, None if free else ())
+            trust = None if free else base.trust
+            stats = DrafterStats(tuning, base.a, trust=trust, counts=no_counts)
         elif profile is not None:
             counts = profile.counts if profile.weights else None  # a family's figures are taken as they are
-            made = DrafterStats(tuning, profile.accepted, profile.trust or None, counts)
+            stats = DrafterStats(tuning, profile.accepted, trust=profile.trust or None, counts=counts)
         else:
             prior = tuning.ngram_prior[source.match] if source.drafter == "ngram" else tuning.default_prior
-            made = DrafterStats(tuning, prior, None, None if free else ())
-        self[source] = made
-        return made
+            stats = DrafterStats(tuning, prior, counts=no_counts)
+        self[source] = stats
+        return stats

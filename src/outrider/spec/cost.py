@@ -14,11 +14,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from ..models.config import Foreign
 from ..ops.cpu.build import processor
 from ..types import MAX_DRAFT, OutriderError
-from .plan import CostPart
+from .plan import CostPart, StepTiming
 
 CURVE_LENGTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, CURVE_LENGTH entries
@@ -27,6 +28,14 @@ DRIFT_GAIN = 0.1  # share of a deviation that is attributed to the machine
 CELL_GAIN = 0.15  # share that is attributed to the cell, if the step before was of another kind
 CLAMP = 0.25  # log of the largest deviation applied at once: one interrupted step must not move the table
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
+
+
+class SequenceDraft(NamedTuple):
+    """What one sequence of a cycle drafts, as far as its cost depends on it."""
+
+    drafter: str | None
+    verified: int  # tokens
+    drafted: float  # tokens, with those that are left out before verification
 
 
 def machine_name(accelerator: str | None = None, threads: int | None = None) -> str:
@@ -80,31 +89,33 @@ class CostTable:
     def draft(self, drafter: str, batch: int, k: int) -> float:
         return self.draft_curve(CostPart("draft", drafter), batch)[k]
 
-    def mixed(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
-        """Seconds of a cycle whose sequences draft differently: drafter, tokens verified and tokens drafted of each."""
-        seconds = self.verify(len(cycle), sum(k for _, k, _ in cycle) / len(cycle), context)
-        for name in {name for name, _, steps in cycle if steps and name}:
+    def mixed(self, cycle: Sequence[SequenceDraft], context: int) -> float:
+        """Seconds of a cycle whose sequences draft differently."""
+        mean_verified = sum(draft.verified for draft in cycle) / len(cycle)
+        seconds = self.verify(len(cycle), mean_verified, context)
+        for name in {draft.drafter for draft in cycle if draft.drafted and draft.drafter}:
             if not self.free(name):
-                users = [steps for n, _, steps in cycle if n == name]
-                seconds += self.draft(name, len(users), round(max(users)))
+                drafted = [draft.drafted for draft in cycle if draft.drafter == name]
+                seconds += self.draft(name, len(drafted), round(max(drafted)))
         return seconds
 
     def curve(self, drafter: str | None, batch: int, context: int, tree: bool = False) -> Curve:
         """Seconds of a whole cycle by K: draft and verify; tree: with a tree of a fixed size, by depth. Relative to the
         moment of measuring: `drift` is left out, since it scales every choice alike. Cached; treat as read-only."""
         key = (drafter, tree, batch, context >> 7)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = self._build(self._part(drafter, tree), batch, (context >> 7 << 7) + 64)
-        return found
+        curve = self._cache.get(key)
+        if curve is None:
+            curve = self._build(self._part(drafter, tree), batch, (context >> 7 << 7) + 64)
+            self._cache[key] = curve
+        return curve
 
     def reach(self, drafter: str, batch: int, context: int, sure: float) -> int:
         """How far a draft that ends itself may go: the best K for tokens each right with probability `sure`."""
         key = (drafter, batch, context >> 7, sure)
         if key not in self._reaches:
             curve = self.curve(drafter, batch, context)
-            made = list(accumulate(sure**k for k in range(CURVE_LENGTH)))
-            self._reaches[key] = max(range(1, CURVE_LENGTH), key=lambda k: made[k] / curve[k])
+            expected = list(accumulate(sure**k for k in range(CURVE_LENGTH)))
+            self._reaches[key] = max(range(1, CURVE_LENGTH), key=lambda k: expected[k] / curve[k])
         return self._reaches[key]
 
     def further(self, drafter: str) -> float:
@@ -141,12 +152,13 @@ class CostTable:
 
     def draft_curve(self, part: CostPart, batch: int) -> Curve:
         """Seconds of a draft alone, by K. Cached; treat as read-only."""
-        found = self._drafts.get((part, batch))
-        if found is None:
+        curve = self._drafts.get((part, batch))
+        if curve is None:
             curves = self._draft.get(part) or {1: [0.0] * CURVE_LENGTH}
             lo, hi, w = bracket(sorted(curves), batch)
-            found = self._drafts[part, batch] = [max(0.0, t) for t in _between(curves[lo], curves[hi], w)]
-        return found
+            curve = [max(0.0, seconds) for seconds in _between(curves[lo], curves[hi], w)]
+            self._drafts[part, batch] = curve
+        return curve
 
     def _part(self, drafter: str | None, tree: bool) -> CostPart | None:
         """The timed part of a drafter in a cycle; None: none."""
@@ -157,44 +169,38 @@ class CostTable:
         return min(self._batches, key=lambda b: abs(math.log(b / batch)))
 
     # ---- refreshing ------------------------------------------------------------------------------------------------
-    def observe(
-        self,
-        batch: int,
-        k: float,
-        context: int,
-        seconds: float,
-        drafter: str | None,
-        mixed: float | None = None,
-        tree: bool = False,
-    ) -> None:
-        """One finished cycle without prompt rows: k tokens per sequence by `drafter`. mixed: the prediction for
-        sequences that drafted differently; it updates the drift, and no cell."""
-        if not seconds > 0.0:
+    def observe(self, timing: StepTiming, predicted: float | None = None) -> None:
+        """Learn from one finished cycle. predicted: its seconds, if its sequences drafted differently; such a cycle
+        updates the drift, and no cell."""
+        if not timing.seconds > 0.0:
             return
-        part = self._part(drafter, tree)
-        cell = min(MAX_DRAFT, max(0, round(k)))
+        part = self._part(timing.drafter, timing.tree)
+        cell = min(MAX_DRAFT, max(0, round(timing.k)))
         if part is not None and cell == 0:
             return  # the draft was dropped before verification: neither a plain step nor a draft of any width
-        predicted = mixed if mixed is not None else at_k(self.curve(drafter, batch, context, tree), k)
-        surprise = math.log(seconds / predicted) - self.drift
+        one_cell = predicted is None
+        if predicted is None:
+            curve = self.curve(timing.drafter, timing.batch, context=timing.context, tree=timing.tree)
+            predicted = at_k(curve, timing.k)
+        surprise = math.log(timing.seconds / predicted) - self.drift
+        kind = (part, timing.batch, cell)
         if self.observed == 0:  # the table may be old: the first deviation is attributed to the machine altogether
             self.drift = surprise
             self.observed = 1
-            self._last = (part, batch, cell)
+            self._last = kind
             return
         surprise = min(CLAMP, max(-CLAMP, surprise))
         self.drift += DRIFT_GAIN * surprise
-        kind = (part, batch, cell) if mixed is None else self._last
-        if kind is not None and kind != self._last:
-            at = (part, self._knot(batch), cell)
-            self._wrong[at] = self._wrong.get(at, 0.0) + CELL_GAIN * surprise
+        if one_cell and kind != self._last:
+            corrected = (part, self._knot(timing.batch), cell)
+            self._wrong[corrected] = self._wrong.get(corrected, 0.0) + CELL_GAIN * surprise
             self._last = kind
         self.observed += 1
         if self.observed % REBUILD_EVERY == 1:
             self._cache.clear()
             self._reaches.clear()
-            for at, log_gain in self._wrong.items():
-                self._correct(*at, log_gain)
+            for (part, knot, cell), log_gain in self._wrong.items():
+                self._correct(part, knot, cell=cell, log_gain=log_gain)
             self._wrong.clear()
 
     def _correct(self, part: CostPart | None, knot: int, cell: int, log_gain: float) -> None:

@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
 
 class DraftOutcome(NamedTuple):
-    """What came of one sequence's draft."""
+    """The result of verifying one sequence's draft."""
 
     state: ControllerState
     drafter: str | None
@@ -67,6 +67,29 @@ class DraftOutcome(NamedTuple):
     accepted: int
     confidence: Sequence[float] | None
     tree: VerifiedTree | None
+
+    @property
+    def num_drafter_steps(self) -> float:
+        """How often the drafter ran: tokens that it drafted and left out count as well."""
+        if self.tree is not None:
+            return self.tree.steps
+        return self.drafted if self.confidence is None else len(self.confidence)
+
+    @property
+    def is_fixed_tree(self) -> bool:
+        """A tree of a fixed size, whose cost follows its depth, not its tokens."""
+        return self.tree is not None and self.confidence is None
+
+
+class StepTiming(NamedTuple):
+    """The wall time of one cycle without prompt rows."""
+
+    batch: int
+    k: float  # drafted tokens per sequence; of trees of a fixed size, their depth
+    context: int  # mean length of the sequences
+    seconds: float
+    drafter: str | None = None
+    tree: bool = False  # its drafts are trees of a fixed size
 
 
 class CostPart(NamedTuple):

@@ -33,85 +33,138 @@ class Node:
     rank: int  # 0: the best token after its parent
 
 
+@dataclass(frozen=True)
+class LeafNode:
+    """A node that the next level extends."""
+
+    seq: int
+    node: int  # among all nodes of the sequence; -1: the newest token
+    row: int  # of the level that scored it
+    token: int
+    chance: float
+
+
 # (level, which sequence each node belongs to [W], tokens [W], which row of the level before each follows [W]) -> ids
 # [W, N] or None, logits
 Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
 
 
-def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
-    """The likeliest nodes, at most `most` and worth their prices, the main chain first, parents before children."""
-    # a parent is never less likely, nor later
-    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]
+def select(nodes: Sequence[Node], max_nodes: int, prices: Sequence[float] | None = None) -> list[int]:
+    """The likeliest nodes that are worth their prices, the main chain first, parents before children."""
+    # a parent is never less likely than its children, nor later
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:max_nodes]
     if prices is not None:
-        net = 0.0
-        best = 0.0
-        count = 0
-        for n, i in enumerate(order, 1):
-            net += nodes[i].chance
-            if net - prices[n] > best:
-                best = net - prices[n]
-                count = n
-        order = order[:count]
-    kept = set(order)
-    line: list[int] = []
-    for i in sorted(kept):
-        if nodes[i].rank == 0 and nodes[i].parent == (line[-1] if line else -1):
-            line.append(i)
-    return line + [i for i in sorted(kept) if i not in line]
+        order = order[: best_count([nodes[i].chance for i in order], prices)]
+    selected = sorted(order)
+    main_chain: list[int] = []
+    for i in selected:
+        end = main_chain[-1] if main_chain else -1
+        if nodes[i].rank == 0 and nodes[i].parent == end:
+            main_chain.append(i)
+    on_chain = set(main_chain)
+    return main_chain + [i for i in selected if i not in on_chain]
+
+
+def best_count(chances: Sequence[float], prices: Sequence[float]) -> int:
+    """The n that maximises the sum of the first n chances minus prices[n]; 0 if no n gains anything."""
+    total = 0.0
+    best = 0.0
+    count = 0
+    for n, chance in enumerate(chances, 1):
+        total += chance
+        if total - prices[n] > best:
+            best = total - prices[n]
+            count = n
+    return count
 
 
 def build_tree(batch: DraftBatch, depth: int, score: Step, heads: Sequence[Tensor] = ()) -> Draft:
-    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep. heads: where `score` puts the
-    confidence head's output for the best token after each node [W], level by level; the others share the rest."""
+    """A tree for every sequence, of at most as many tokens as its plan has, `depth` deep.
+
+    heads: where `score` puts the confidence head's output for the best token after each node [W], level by level; the
+    other tokens share what it leaves.
+    """
     assert batch.plans is not None
-    plans = batch.plans
     size = len(batch.plans)
     device = batch.last.device
     trees: list[list[Node]] = [[] for _ in range(size)]
-    front = [(b, -1, 1.0) for b in range(size)]  # sequence, node, chance
+    leaves = [LeafNode(seq=b, node=-1, row=b, token=-1, chance=1.0) for b in range(size)]
     tokens = batch.last
-    rows = torch.arange(size, device=device)
     for level in range(depth):
-        seq = torch.tensor([b for b, _, _ in front], device=device)
-        at = batch.position[seq] + 1 + level
-        sampling = batch.sampling.select(seq)
+        seq = torch.tensor([leaf.seq for leaf in leaves], device=device)
+        rows = torch.tensor([leaf.row for leaf in leaves], device=device)
+        if level > 0:
+            tokens = torch.tensor([leaf.token for leaf in leaves], device=device)
+        position = batch.position[seq] + 1 + level
         ids, logits = score(level, seq, tokens, rows)
-        z = sampling.scores(logits.float(), at, ids)  # [W, N] with noise where sampled
-        best = z.topk(min(SCORED_CHILDREN, z.shape[1]), dim=-1).indices  # [W, 3]
-        likely = z.softmax(-1).gather(1, best)
+        scores = batch.sampling.select(seq).scores(logits.float(), position, ids)  # [W, N] with noise where sampled
+        best = scores.topk(min(SCORED_CHILDREN, scores.shape[1]), dim=-1).indices  # [W, 3]
+        confidence = scores.softmax(-1).gather(1, best)  # [W, 3]
         if level < len(heads):
-            others = likely[:, 1:] / (1.0 - likely[:, :1]).clamp_min(1e-6) * (1.0 - heads[level][:, None])
-            likely = torch.cat((heads[level][:, None], others), 1)
-        sure = likely.tolist()
-        named = (best if ids is None else ids.gather(1, best)).tolist()
-        following: list[tuple[float, int, int, int, int]] = []  # chance, sequence, node, row, token
-        for row, (b, parent, chance) in enumerate(front):
-            for rank, (token, confidence) in enumerate(zip(named[row], sure[row])):
-                trust = confidence if batch.trust is None else batch.trust[min(BINS - 1, int(confidence * BINS))]
-                if chance * trust < plans[b].drop or not confidence > 0.0:
-                    continue
-                trees[b].append(Node(parent, token, confidence, chance * trust, rank))
-                if chance * trust >= plans[b].stop:
-                    following.append((chance * trust, b, len(trees[b]) - 1, row, token))
-        following.sort(key=lambda x: (x[1], -x[0], x[2]))
-        # at most WIDTH of each sequence
-        chosen = [x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]]
-        if not chosen:
+            confidence = with_head(confidence, heads[level])
+        best_ids = best if ids is None else ids.gather(1, best)
+        leaves = extend(trees, leaves, batch=batch, tokens=best_ids.tolist(), confidence=confidence.tolist())
+        if not leaves:
             break
-        front = [(b, node, chance) for chance, b, node, _, _ in chosen]
-        tokens = torch.tensor([token for *_, token in chosen], device=device)
-        rows = torch.tensor([row for _, _, _, row, _ in chosen], device=device)
-    picked = [select(nodes, plan.max_drafted, plan.prices) for nodes, plan in zip(trees, plans)]
-    made = list[DraftTree]()
+    return draft_of(trees, batch)
+
+
+def with_head(confidence: Tensor, head: Tensor) -> Tensor:
+    """[W, N] with the head's confidence [W] for the best token; the others share what it leaves."""
+    others = confidence[:, 1:] / (1.0 - confidence[:, :1]).clamp_min(1e-6) * (1.0 - head[:, None])
+    return torch.cat((head[:, None], others), 1)
+
+
+def extend(
+    trees: list[list[Node]],
+    leaves: Sequence[LeafNode],
+    *,
+    batch: DraftBatch,
+    tokens: Sequence[Sequence[int]],
+    confidence: Sequence[Sequence[float]],
+) -> list[LeafNode]:
+    """Add the children of every leaf to its tree; return those that the next level extends, in the order of their
+    sequences, the likeliest first, at most WIDTH of each sequence. tokens, confidence: of each leaf's children."""
+    assert batch.plans is not None
+    children: list[LeafNode] = []
+    for row, leaf in enumerate(leaves):
+        plan = batch.plans[leaf.seq]
+        nodes = trees[leaf.seq]
+        for rank, (token, sure) in enumerate(zip(tokens[row], confidence[row])):
+            trust = sure if batch.trust is None else batch.trust[min(BINS - 1, int(sure * BINS))]
+            chance = leaf.chance * trust
+            if chance < plan.drop or not sure > 0.0:  # NaN is left out too
+                continue
+            nodes.append(Node(parent=leaf.node, token=token, confidence=sure, chance=chance, rank=rank))
+            if chance >= plan.stop:
+                children.append(LeafNode(seq=leaf.seq, node=len(nodes) - 1, row=row, token=token, chance=chance))
+    children.sort(key=lambda child: (child.seq, -child.chance, child.node))
+    return [child for i, child in enumerate(children) if i < WIDTH or children[i - WIDTH].seq != child.seq]
+
+
+def draft_of(trees: Sequence[Sequence[Node]], batch: DraftBatch) -> Draft:
+    """The draft that verifies the selected nodes of every tree."""
+    assert batch.plans is not None
+    device = batch.last.device
+    draft_trees = list[DraftTree]()
     confidence = list[list[float]]()
-    for nodes, which in zip(trees, picked):
-        number = {-1: 0, **{node: j for j, node in enumerate(which, 1)}}
-        made.append(DraftTree([nodes[i].token for i in which], [number[nodes[i].parent] for i in which]))
-        confidence.append([nodes[i].confidence for i in which])
-    width = max(1, max(len(which) for which in picked))
-    padded = lambda rows: torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)  # noqa: E731
-    lengths = torch.tensor([len(which) for which in picked], device=device)
-    return Draft(padded([tree.tokens for tree in made]), lengths, padded(confidence).float(), made)
+    for nodes, plan in zip(trees, batch.plans):
+        selected = select(nodes, plan.max_drafted, plan.prices)
+        rows = {-1: 0, **{node: row for row, node in enumerate(selected, 1)}}
+        tokens = [nodes[i].token for i in selected]
+        parents = [rows[nodes[i].parent] for i in selected]
+        draft_trees.append(DraftTree(tokens, parents))
+        confidence.append([nodes[i].confidence for i in selected])
+    lengths = torch.tensor([len(tree.tokens) for tree in draft_trees], device=device)
+    padded_tokens = torch.tensor(padded([tree.tokens for tree in draft_trees]), device=device)
+    padded_confidence = torch.tensor(padded(confidence), device=device).float()
+    return Draft(padded_tokens, lengths, padded_confidence, draft_trees)
+
+
+def padded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The rows with zeros up to the longest one, which is taken to have at least one entry."""
+    width = max(1, max(map(len, rows)))
+    return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
 def build_fixed_tree(
@@ -121,9 +174,10 @@ def build_fixed_tree(
     sampling = batch.sampling
     ops = batch.ops
     filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.cut is not None else None
-    # or it was divided by already
-    heat = torch.ones_like(sampling.temperature) if sampling.cut is not None else sampling.temperature
-    found = Nodes.of(batch.last.shape[0], depth, batch.last.device)
+    temperature = sampling.temperature
+    if sampling.cut is not None:
+        temperature = torch.ones_like(temperature)  # scores were divided by it already
+    tree_nodes = Nodes.of(batch.last.shape[0], depth, batch.last.device)
     front = Frontier.root(batch.last)
     for level in range(depth):
         ids, logits = score(level, front)
@@ -131,9 +185,9 @@ def build_fixed_tree(
             logits = filtered.apply_temperature(logits)
         noise = None
         if sampling.any_sampled:
-            noise = DraftNoise(heat, sampling.sampled, sampling.seed, batch.position + 1 + level)
-        front = ops.branch(logits, ids, noise, front, found, level)
-    return ops.build_fixed_tree(found, nodes, depth)
+            noise = DraftNoise(temperature, sampling.sampled, seed=sampling.seed, position=batch.position + 1 + level)
+        front = ops.branch(logits, ids, noise, front, tree_nodes, level)
+    return ops.build_fixed_tree(tree_nodes, nodes, depth)
 
 
 def widened(kv: KVView) -> KVView:

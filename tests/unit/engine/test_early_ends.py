@@ -21,7 +21,7 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.drafter import DraftBatch, Drafter
 from outrider.spec.mtp import MTPDrafter
-from outrider.spec.plan import CyclePlan, DraftContext
+from outrider.spec.plan import CyclePlan, DraftContext, StepTiming
 from outrider.train import design
 from outrider.types import Draft, DraftPlan
 from outrider.weights.load import dummy_weights
@@ -61,8 +61,8 @@ class Told(Controller):
     ) -> None:
         self.observed.append((drafted, accepted, confidence))
 
-    def observe_step(self, batch: int, k: float, *_: object) -> None:
-        self.widths.append(k)
+    def observe_step(self, timing: StepTiming) -> None:
+        self.widths.append(timing.k)
 
 
 class Knows(Drafter):

@@ -8,7 +8,7 @@ from tests.simulate import NamedController as Controller
 
 from outrider.spec.acceptance import AcceptanceProfile, Source
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import CostPart, DraftContext, VerifiedTree
+from outrider.spec.plan import CostPart, DraftContext, StepTiming, VerifiedTree
 from outrider.spec.tuning import Tuning
 from outrider.types import NO_DRAFT, OutriderError
 
@@ -139,7 +139,7 @@ def test_those_whose_k_was_asked_for_are_company():
     table = copy(DEAR)
     sizes = []
     curve = table.curve
-    table.curve = lambda name, batch, *where: sizes.append(batch) or curve(name, batch, *where)
+    table.curve = lambda name, batch, *where, **named: sizes.append(batch) or curve(name, batch, *where, **named)
     controller = Controller(table, ("mtp",))
     run(controller, 20, 2)
     sizes.clear()
@@ -241,6 +241,6 @@ def test_a_decision_takes_microseconds():
         for _ in range(200):
             choice = controller.plan([view(ngram=4, match=3)])[0]
             controller.observe("a", choice.drafter, choice.k, min(choice.k, 2), None)
-            controller.observe_step(1, choice.k, 100, 8e-3, choice.drafter)
+            controller.observe_step(StepTiming(1, choice.k, context=100, seconds=8e-3, drafter=choice.drafter))
         best = min(best, (time.thread_time() - began) / 200)
     assert best < 60e-6  # 18 µs on an idle core; a wide margin for a busy one

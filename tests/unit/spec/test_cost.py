@@ -11,7 +11,7 @@ from tests.simulate import replay
 from tests.traces import synthetic
 
 from outrider.spec.cost import CURVE_LENGTH, CostTable, machine_name
-from outrider.spec.plan import VERIFY, CostPart, DraftContext
+from outrider.spec.plan import VERIFY, CostPart, DraftContext, StepTiming
 from outrider.spec.timing import ProbeGrid, TimedDrafter, agrees, measure
 from outrider.types import OutriderError
 
@@ -149,7 +149,7 @@ def test_a_slower_machine_moves_the_drift_and_no_ratio():
     table = linear(5e-3, 1e-3, {"mtp": 4e-4})
     before = list(table.curve("mtp", 1, 100))
     for i in range(400):
-        table.observe(1, 4, 100, before[4] * (1.0 if i < 200 else 2.0), "mtp")
+        table.observe(StepTiming(1, 4, 100, before[4] * (1.0 if i < 200 else 2.0), "mtp"))
     assert table.drift == pytest.approx(0.69, abs=0.05)
     assert table.curve("mtp", 1, 100)[4] / table.curve(None, 1, 100)[0] == pytest.approx(
         before[4] / before[0], rel=0.01
@@ -161,8 +161,8 @@ def test_a_wrong_cell_is_corrected_by_contrast():
     table = linear(5e-3, 1e-3, {"mtp": 0.0})
     plain = table.verify(1, 0, 100)
     for _ in range(300):
-        table.observe(1, 0, 100, plain, None)
-        table.observe(1, 4, 100, 1.2 * plain, "mtp")
+        table.observe(StepTiming(1, 0, 100, plain, None))
+        table.observe(StepTiming(1, 4, 100, 1.2 * plain, "mtp"))
     assert table.curve("mtp", 1, 100)[4] / table.curve("mtp", 1, 100)[0] == pytest.approx(1.2, rel=0.05)
 
 
@@ -175,7 +175,7 @@ def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
     rng = random.Random(0)
     for i in range(300):
         k = (3, 4)[i % 2]
-        table.observe(1, k, 100, times[k] * rng.gauss(1.0, 0.1), "mtp")
+        table.observe(StepTiming(1, k, 100, times[k] * rng.gauss(1.0, 0.1), "mtp"))
     got = table.curve("mtp", 1, 100)
     assert got[4] / got[3] == pytest.approx(times[4] / times[3], rel=0.15)
 
@@ -211,7 +211,7 @@ def test_a_draft_that_was_dropped_says_nothing_of_plain_steps():
     table = linear(3e-3, 4e-4, {"mtp": 2e-4})
     before = list(table.curve("mtp", 1, 100))
     for i in range(200):
-        table.observe(1, i % 2 * 4, 100, before[4] if i % 2 else before[0] + 5 * 2e-4, "mtp")
+        table.observe(StepTiming(1, i % 2 * 4, 100, before[4] if i % 2 else before[0] + 5 * 2e-4, "mtp"))
     assert table.curve("mtp", 1, 100) == before
 
 
@@ -254,8 +254,8 @@ def test_one_interrupted_step_moves_nothing_much():
     table = linear(5e-3, 1e-3)
     usual = table.verify(1, 0, 100)
     for _ in range(20):
-        table.observe(1, 0, 100, usual, None)
-    table.observe(1, 0, 100, 50 * usual, None)
+        table.observe(StepTiming(1, 0, 100, usual, None))
+    table.observe(StepTiming(1, 0, 100, 50 * usual, None))
     assert abs(table.drift) < 0.03
 
 
@@ -283,5 +283,5 @@ def test_bad_tables_are_refused_in_one_line():
 def test_without_figures_it_guesses_and_learns():
     table = CostTable()
     for i in range(200):
-        table.observe(1, i % 2 * 4, 100, 7e-3 if i % 2 == 0 else 7.5e-3, "mtp" if i % 2 else None)
+        table.observe(StepTiming(1, i % 2 * 4, 100, 7e-3 if i % 2 == 0 else 7.5e-3, "mtp" if i % 2 else None))
     assert table.curve("mtp", 1, 100)[4] / table.curve("mtp", 1, 100)[0] == pytest.approx(7.5 / 7, rel=0.1)
