@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,13 @@ from ..types import AttnSpec, KVView, OutputRows
 from .config import LayerSpec, ModelConfig, RopeSpec
 from .split import SOLO, Collectives, piece
 
-# the residual step after a sublayer: its norm, the layer's scalar, the next norm
-End = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+class ResidualNorms(NamedTuple):
+    """The tensors of `ops.residual_norm` after a sublayer."""
+
+    post_norm: Tensor | None  # of the sublayer's output
+    scalar: Tensor | None  # the layer's, [1]
+    next_norm: Tensor | None
 
 
 def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
@@ -80,18 +86,17 @@ class Block:
 
 
 def gather_blocks(
-    weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True
+    weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], adds_biases: bool = True
 ) -> list[Block]:
-    """first: this process adds the terms that an all-reduce must count once (biases)."""
-    once = () if first else ("out_bias", "down_bias")
+    """adds_biases: this process adds the biases that an all-reduce must count once."""
+    skipped = () if adds_biases else ("out_bias", "down_bias")
+    names = [f.name for f in fields(Block) if f.name not in ("spec", "rope", "next_norm")]
     blocks = []
     for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):
-        here = f"layers.{i}."
-        last = i + 1 == len(layers)
-        names = [f.name for f in fields(Block) if f.name not in ("spec", "rope", "next_norm")]
-        block_weights = {name: None if name in once else weights.get(here + name) for name in names}
-        following = as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"])
-        blocks.append(Block(layer.attn, rope, next_norm=following, **block_weights))  # type: ignore[arg-type]  # as it is planned
+        block_weights = {name: None if name in skipped else weights.get(f"layers.{i}.{name}") for name in names}
+        is_last = i + 1 == len(layers)
+        next_norm = as_tensor(weights["norm" if is_last else f"layers.{i + 1}.attn_norm"])
+        blocks.append(Block(layer.attn, rope, next_norm=next_norm, **block_weights))  # type: ignore[arg-type]  # names are checked by the loader
     return blocks
 
 
@@ -137,8 +142,8 @@ class TextModel:
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.dtype: torch.dtype = ops.embed(first, self.table, 1.0).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
-        self.blocks = gather_blocks(weights, config.layers, rope_of, first=tp.rank == 0)
-        self.experts = [self.routed(weights, i) for i in range(len(config.layers))] if config.moe else None
+        self.blocks = gather_blocks(weights, config.layers, rope_of=rope_of, adds_biases=tp.rank == 0)
+        self.experts = [self.gather_experts(weights, i) for i in range(len(config.layers))] if config.moe else None
         self.ple_input: PerLayerInput | None = None
         if config.ple_dim:
             self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], as_tensor(weights["ple_norm"]))
@@ -156,57 +161,65 @@ class TextModel:
         return self._run(soft, ids, kv, taps, wanted, end)
 
     def _run(
-        self, x: Tensor, ids: Tensor, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None
+        self,
+        residual: Tensor,
+        ids: Tensor,
+        kv: KVView,
+        taps: tuple[int, ...],
+        wanted: OutputRows | None,
+        end: int | None,
     ) -> Pass:
+        """residual [R, H]: the stream before the first layer."""
         ops = self.ops
-        first = self.blocks[0]
         angles = self.angles(kv.positions)
-        ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
-        qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
+        ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, residual)
+        normed = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.norm_eps)  # [R, H]
         streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
+            qkv = ops.linear(normed, block.qkv, block.qkv_bias)
             q = ops.rope_write(qkv, angles[block.rope], (block.q_norm, block.k_norm), block.spec, kv)  # [R, heads·D]
             if wanted is not None and i == self.last_write:  # the outputs of the other rows are not read
                 rows = wanted.rows
                 kv = wanted.kv
                 if not rows.shape[0]:
-                    return Pass(x[:0], (x[:0],) * len(taps))
+                    return Pass(residual[:0], (residual[:0],) * len(taps))
                 q = q[rows]
-                x = x[rows]
+                residual = residual[rows]
                 angles = self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
             causal = end is None or (block.spec.window is None and self.config.family != "gemma3")
             attended = ops.attend(q, block.spec, kv) if causal else ops.attend_span(q, block.spec, kv, end or 0)
-            x, qkv = self.after_attention(i, x, attended, ple)
+            residual, normed = self.after_attention(i, residual, attended, ple)
             if i in taps:
-                streams[i] = x
-        return Pass(qkv, tuple(streams[i] for i in taps))  # after the last layer, `qkv` is the output of the final norm
+                streams[i] = residual
+        return Pass(normed, tuple(streams[i] for i in taps))
 
-    def after_attention(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The rest of layer i: residual stream x [R, H] and attention [R, heads·D] -> the stream, and the next layer's
-        q, k and v (after the last: the final norm). ple: per-layer embeddings [L, R, ple]."""
+    def after_attention(self, i: int, residual: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The rest of layer i: residual stream [R, H] and attention [R, heads·D] -> the new stream, and its norm for
+        the next layer (after the last layer: the final norm). ple: per-layer embeddings [L, R, ple]."""
         ops = self.ops
         block = self.blocks[i]
         eps = self.config.norm_eps
-        act = self.config.activation
-        y = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
+        projected = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
         if self.experts is None:
-            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
-            x, h = ops.residual_norm(x, self.mlp(h, block), *self.mlp_end(block), eps)
+            residual, normed = ops.residual_norm(residual, projected, block.post_attn_norm, None, block.mlp_norm, eps)
+            residual, normed = ops.residual_norm(residual, self.mlp(normed, block), *self.mlp_norms(block), eps)
         else:  # experts as well as the dense MLP; they and their router have their own norms
-            routed = self.experts[i]
-            norms = (block.mlp_norm, routed.router_norm, routed.norm)
-            x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
-            x, h = self.mixed(routed, block, h, router_in, expert_in, x)
+            experts = self.experts[i]
+            norms = (block.mlp_norm, experts.router_norm, experts.norm)
+            residual, normed, router_in, expert_in = ops.residual_norms(
+                residual, projected, block.post_attn_norm, norms, eps
+            )
+            residual, normed = self.mlp_and_experts(experts, block, normed, router_in, expert_in, residual)
         if ple is not None:
             assert block.ple_gate is not None and block.ple_out is not None
-            y = ops.linear(ops.linear_act_mul(x, block.ple_gate, ple[i], act), block.ple_out)
-            x, h = ops.residual_norm(x, y, block.ple_post_norm, block.scalar, block.next_norm, eps)
-        if i + 1 == len(self.blocks):
-            return x, h
-        following = self.blocks[i + 1]
-        return x, ops.linear(h, following.qkv, following.qkv_bias)
+            gated = ops.linear_act_mul(residual, block.ple_gate, ple[i], self.config.activation)
+            added = ops.linear(gated, block.ple_out)
+            residual, normed = ops.residual_norm(
+                residual, added, block.ple_post_norm, block.scalar, block.next_norm, eps
+            )
+        return residual, normed
 
     def mlp(self, h: Tensor, block: Block) -> Tensor:
         ops = self.ops
@@ -216,14 +229,16 @@ class TextModel:
         gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
         return self.all_reduce(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
 
-    def mlp_end(self, block: Block) -> End:
+    def mlp_norms(self, block: Block) -> ResidualNorms:
         """Norms behind the MLP. With per-layer embeddings, the layer's scalar and the next norm come after those."""
-        return (block.post_mlp_norm, *((None, None) if self.config.ple_dim else (block.scalar, block.next_norm)))
+        if self.config.ple_dim:
+            return ResidualNorms(block.post_mlp_norm, scalar=None, next_norm=None)
+        return ResidualNorms(block.post_mlp_norm, scalar=block.scalar, next_norm=block.next_norm)
 
-    def mixed(
+    def mlp_and_experts(
         self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """MLP, experts and the residual step. h, router_in, expert_in [R, H]: norms of x, their inputs."""
+        """MLP, experts and the residual step. h, router_in, expert_in [R, H]: norms of the stream x, their inputs."""
         ops = self.ops
         layer = experts.layer
         if self.together.tp.world == 1:
@@ -235,7 +250,7 @@ class TextModel:
         y = ops.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
         return ops.residual_norm(x, y, end.post_norm, end.scale, end.next_norm, end.eps)
 
-    def routed(self, weights: Mapping[str, DeviceWeight], i: int) -> Experts:
+    def gather_experts(self, weights: Mapping[str, DeviceWeight], i: int) -> Experts:
         config = self.config
         block = self.blocks[i]
         here = f"layers.{i}."
@@ -246,7 +261,7 @@ class TextModel:
             for name in ("expert_scale", "router_scale", "mlp_norm_2", "post_mlp_norm_2", "post_mlp_norm_1")
         )
         experts = ExpertWeights(router, scale, gate_up, down, config.moe.top_k, config.activation)
-        end = MoeResidual(post_dense, post, *self.mlp_end(block), config.norm_eps)
+        end = MoeResidual(post_dense, post, *self.mlp_norms(block), config.norm_eps)
         layer = MoeLayer(experts, (block.gate_up, block.down), end)
         return Experts(layer, router_scale * config.hidden**-0.5, norm)
 
