@@ -33,7 +33,7 @@ from outrider.bench.predict import (  # noqa: E402
     verify_work,
 )
 from outrider.bench.rates import CONTEXT, Cell, Rates  # noqa: E402
-from outrider.cli.inspect import read  # noqa: E402
+from outrider.cli.model_facts import read  # noqa: E402
 from outrider.models.builtin_configs import BUILTIN_CONFIGS  # noqa: E402
 from outrider.models.config import DrafterConfig  # noqa: E402
 from outrider.models.inspect import model_size  # noqa: E402

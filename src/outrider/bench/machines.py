@@ -24,7 +24,10 @@ TWO_CORES_RATES = CPU_RATES.scaled(reach=0.95, rate=1.0)
 
 @dataclass(frozen=True)
 class Hardware:
-    """Vendor figures: bandwidth in GB/s, dense matrix rate in TFLOP/s (bf16; CPUs: 8-bit integer), memory in GB."""
+    """Vendor figures: bandwidth in GB/s, dense matrix rate in TFLOP/s (bf16; CPUs: 8-bit integer).
+
+    memory: GB of 10^9 bytes, of NVIDIA's cards as CUDA reports them ("80 GB" are 84.9: vendors count in GiB, and the
+    driver keeps a little)."""
 
     label: str
     bandwidth: float
@@ -45,19 +48,19 @@ def cpu(label: str, *, bandwidth: float, rate: float, memory: float, rates: Rate
 
 
 MACHINES: Mapping[str, Hardware] = {
-    "b200": Hardware("NVIDIA B200", 8000, 2250, 180),
-    "h200": Hardware("NVIDIA H200", 4800, 989, 141, measured=True),
-    "h100": Hardware("NVIDIA H100 SXM", 3350, 989, 80),
-    "h100-pcie": Hardware("NVIDIA H100 PCIe", 2000, 756, 80),
-    "a100": Hardware("NVIDIA A100 80GB SXM", 2039, 312, 80),
-    "a100-40": Hardware("NVIDIA A100 40GB", 1555, 312, 40),
-    "l40s": Hardware("NVIDIA L40S", 864, 362, 48),
-    "l4": Hardware("NVIDIA L4", 300, 121, 24),
-    "rtx-pro-6000": Hardware("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 96),
-    "rtx5090": Hardware("NVIDIA RTX 5090", 1792, 210, 32),
-    "rtx4090": Hardware("NVIDIA RTX 4090", 1008, 165, 24),
-    "rtx3090": Hardware("NVIDIA RTX 3090", 936, 71, 24),
-    "rtx5070ti": Hardware("NVIDIA RTX 5070 Ti", 896, 88, 16),
+    "b200": Hardware("NVIDIA B200", 8000, 2250, 191.5),
+    "h200": Hardware("NVIDIA H200", 4800, 989, 150.1, measured=True),
+    "h100": Hardware("NVIDIA H100 SXM", 3350, 989, 84.9),
+    "h100-pcie": Hardware("NVIDIA H100 PCIe", 2000, 756, 84.9),
+    "a100": Hardware("NVIDIA A100 80GB SXM", 2039, 312, 85.0),
+    "a100-40": Hardware("NVIDIA A100 40GB", 1555, 312, 42.3),
+    "l40s": Hardware("NVIDIA L40S", 864, 362, 47.7),
+    "l4": Hardware("NVIDIA L4", 300, 121, 23.7),
+    "rtx-pro-6000": Hardware("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 101.9),
+    "rtx5090": Hardware("NVIDIA RTX 5090", 1792, 210, 33.7),
+    "rtx4090": Hardware("NVIDIA RTX 4090", 1008, 165, 25.4),
+    "rtx3090": Hardware("NVIDIA RTX 3090", 936, 71, 25.4),
+    "rtx5070ti": Hardware("NVIDIA RTX 5070 Ti", 896, 88, 16.6),
     "dgx-spark": Hardware("NVIDIA DGX Spark (GB10)", 273, 125, 128),
     "m3-max": Hardware("Apple M3 Max (40-core GPU)", 400, 28, 128),
     "m3-ultra": Hardware("Apple M3 Ultra (80-core GPU)", 819, 57, 512),

@@ -94,7 +94,6 @@ class Setup:
     batch: int = 1
     context: int = 1024
     weight_bytes: float = 2.0  # of a weight that a token reads, on average
-    stored: float | None = None  # bytes of all weights, where they are not of one size
     kv_item: float = 2.0  # bytes of a number of K/V
     gpus: int = 1  # cards that share the weights
 
@@ -267,26 +266,16 @@ def basis(setup: Setup) -> str:
     return f"fitted to measurements within 15 %: {listed}"
 
 
-def memory_bytes(setup: Setup) -> dict[str, float]:
-    weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
-    drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
-    cache = setup.batch * kv_bytes(setup.target, setup.context)
-    return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
-
-
 def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
-    """Everything `outrider predict` shows, as plain data."""
+    """What `outrider predict` shows of speed, as plain data."""
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
-    need = memory_bytes(setup)
     plain = verify_time(setup, 0)
     return {
         "machine": setup.on.label,
         "drafter": None if setup.drafter is None else setup.drafter.model_type,
         "batch": setup.batch,
         "context": setup.context,
-        "memory_gb": {k: v / 1e9 for k, v in need.items()},
-        "fits": need["total"] * 1.05 < setup.on.memory * 1e9,
         "acceptance": accept.said,
         "basis": basis(setup),
         "plain_ms": points[0].cycle_ms,

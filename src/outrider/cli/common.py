@@ -106,6 +106,7 @@ DRAFTING = ("drafter", "draft_tokens", "tree")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "quantize_drafter", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
 RUNNING = (*DRAFTING, *MACHINE, *ROOM)
+PLANNING = ("drafter", "quantize", "tensor_parallel", *ROOM, "vision", "audio")  # options of `serve` that decide memory
 KEEPING = ("prefix_store", "prefix_store_size")
 IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")
 SOUND = ("audio", "max_clips")

@@ -7,23 +7,25 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from ..bench import machines
 from ..bench import predict as model_of
-from ..models.audio_config import MAX_SECONDS, AudioConfig
+from ..config import LoadSettings
+from ..models.audio_config import MAX_SECONDS
 from ..models.block_config import is_block
-from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ForeignDict
-from ..models.vision_config import VisionConfig
+from ..models.inspect import kv_bytes, model_size
 from ..spec import acceptance
 from ..types import OutriderError, require
 from . import common
 from .common import out
-from .inspect import per_weight, read
+
+if TYPE_CHECKING:
+    from .memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,45 +39,51 @@ class PredictOptions:
         "Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), by position. Default: the "
         "drafter's card, or 0.72.",
     ] = None
-    drafter: Annotated[
-        str, "auto | none (n-gram: drafting takes no time; needs --accept) | a drafter's folder or id."
-    ] = "auto"
     batch: Annotated[int, "Sequences at once."] = 1
     context: Annotated[int, "Tokens before the one being decoded."] = 1024
-    bits: Annotated[float | None, "Bits per weight. Default: as stored in the checkpoint."] = None
     as_json: common.AsJson = False
 
 
+@common.loading(*common.PLANNING)
 @common.taking(PredictOptions)
-def predict(asked: PredictOptions) -> None:
+def predict(asked: PredictOptions, load: LoadSettings) -> None:
     """Predict speed from config.json alone: memory needed, ms per token, best K, speed-up, and why it would not pay.
+
+    Memory is planned as `outrider serve` plans it with the same options. --drafter none with --accept predicts n-gram
+    drafts, which take no time.
 
     Example: outrider predict google/gemma-4-31B-it --gpu h200 --accept 0.72
     """
     if asked.gpu == "list":
-        table = machines.MACHINES.items()
-        rows = [(name, on.label, *(f"{v:g}" for v in (on.bandwidth, on.rate, on.memory))) for name, on in table]
-        out.print(common.table(("name", "machine", "GB/s", "TFLOP/s", "GB"), rows, ("name", "machine")))
+        _list_machines()
         return
-    sensible = asked.batch >= 1 and asked.context >= 1 and (asked.bits is None or asked.bits > 0)
-    require(sensible, "--batch and --context must be at least 1, --bits positive")
+    require(asked.batch >= 1 and asked.context >= 1, "--batch and --context must be at least 1")
     require(asked.model != "", "predict what? name a model: outrider predict google/gemma-4-31B-it")
-    from ..weights.files import translate  # needs torch, which --help does not
+    from ..weights.audio import audio_config  # these need torch, which --help does not
+    from ..weights.vision import vision_config
+    from .model_facts import loaded_weights, plan_of, read
 
-    files, config, kept = read(asked.model)
-    size = per_weight(config, kept) if asked.bits is None else asked.bits / 8
-    if asked.gpu == "here":
-        from ..bench.here import here
-
-        on = here(size)
-    else:
-        on = machines.machine(asked.gpu)
-    helper, known = _drafter(asked)
-    stored = kept.total if asked.bits is None else None
-    setup = model_of.Setup(config, helper, on, asked.batch, asked.context, size, stored)
-    data = model_of.predict(setup, _accepted(asked.accept, setup, known))
-    vision = translate(VisionConfig.from_hf, files) if files.gguf is None else None
-    audio = translate(AudioConfig.from_hf, files) if files.gguf is None else None
+    files, config, stored = read(asked.model)
+    on = _machine(asked.gpu, loaded_weights(config, stored, None, None).token / model_size(config).active)
+    if load.quantize is not None and not on.is_cpu:
+        files, config, stored = read(asked.model, load.quantize)
+    weights = loaded_weights(config, stored, load.quantize, on)
+    helper, profile = _drafter(asked.model, load)
+    setup = model_of.Setup(
+        target=config,
+        drafter=helper,
+        on=on,
+        batch=asked.batch,
+        context=asked.context,
+        weight_bytes=weights.token / model_size(config).active,
+        kv_item=1.0 if load.engine.kv_dtype in ("fp8", "int8") else 2.0,
+        gpus=load.tensor_parallel,
+    )
+    batch = max(asked.batch, load.engine.max_batch or 0)
+    plan = plan_of(asked.model, load.changed({"max_batch": batch}), on)
+    data = model_of.predict(setup, _accepted(asked.accept, setup, profile)) | _memory(plan, setup)
+    vision = vision_config(files) if load.vision else None
+    audio = audio_config(files) if load.audio else None
     images = model_of.image_costs(vision, setup) if vision is not None else []
     clip = model_of.audio_cost(audio, setup) if audio is not None else None
     if asked.as_json:
@@ -89,26 +97,55 @@ def predict(asked: PredictOptions) -> None:
         _show_cost("sound", f"{MAX_SECONDS:g} s, {clip.tokens} tokens", clip)
 
 
+def _list_machines() -> None:
+    figures = [(name, on.label, on.bandwidth, on.rate, on.memory) for name, on in machines.MACHINES.items()]
+    rows = [(name, label, f"{bandwidth:g}", f"{rate:g}", f"{gb:g}") for name, label, bandwidth, rate, gb in figures]
+    out.print(common.table(("name", "machine", "GB/s", "TFLOP/s", "GB"), rows, ("name", "machine")))
+
+
+def _machine(name: str, weight_bytes: float) -> machines.Hardware:
+    """One of the table, or this machine, measured with weights of this size."""
+    if name != "here":
+        return machines.machine(name)
+    from ..bench.here import here
+
+    return here(weight_bytes)
+
+
+def _memory(plan: MemoryPlan, setup: model_of.Setup) -> ForeignDict:
+    """Memory on one card, and whether this batch and context fit the plan of `serve`."""
+    kv = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item) / setup.gpus
+    need = {"weights": plan.weights, "drafter": plan.drafter, "media": plan.media, "kv": kv}
+    need["total"] = sum(need.values())
+    fits = plan.context >= setup.context and plan.tokens >= setup.batch * setup.context
+    return {
+        "memory_gb": {name: nbytes / 1e9 for name, nbytes in need.items()},
+        "fits": fits,
+        "max_context": plan.context,
+    }
+
+
 def _show_cost(title: str, size: str, cost: model_of.SoftCost) -> None:
     tower = f"tower {cost.tower_tflop:.2f} TFLOP, about {cost.tower_ms:.1f} ms"
     prompt = f"in the prompt {cost.prompt_tflop:.2f} TFLOP, about {cost.prompt_ms:.1f} ms"
     out.print(f"{title}   {size}: {tower}; {prompt}")
 
 
-def _drafter(asked: PredictOptions) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:
-    """The drafter's configuration and, where it lies on this disk, its acceptance profile. Nothing is fetched."""
+def _drafter(model: str, load: LoadSettings) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:
+    """The drafter's configuration and, if it is on this disk, its acceptance profile. Nothing is fetched."""
     from ..weights import hub
     from ..weights.files import fingerprint, translate
+    from .model_facts import drafter_names
 
-    where = hub.auto_drafter(asked.model)[0] if asked.drafter == "auto" else asked.drafter
-    local = where is not None and Path(where).exists()
-    if where is None or where == "none" or (asked.drafter == "auto" and where not in BUILTIN_CONFIGS and not local):
+    names = drafter_names(hub.resolve(model, weights=False), load)
+    if not names:
         return None, None
-    files = hub.resolve(where, "drafter", weights=False)
+    name = names[0]
+    files = hub.resolve(name, "drafter", weights=False)
     if is_block(files.config):
-        raise OutriderError(f"{where}: predictions know MTP drafters only; --drafter none predicts plain decoding")
-    known = acceptance.read(Path(files.path), fingerprint(files)) if local else None
-    return translate(DrafterConfig.from_hf, files), known
+        raise OutriderError(f"{name}: predictions know MTP drafters only; --drafter none predicts plain decoding")
+    profile = acceptance.read(Path(files.path), fingerprint(files)) if Path(name).exists() else None
+    return translate(DrafterConfig.from_hf, files), profile
 
 
 def _accepted(
@@ -129,9 +166,9 @@ def _show(model: str, data: ForeignDict) -> None:
     best = data["best_k"]
     where = f" on {data['machine']}, batch {data['batch']}, context {data['context']}"
     out.print(Text.assemble((model, "bold"), where))
-    fits = ("" if data["fits"] else " (does not fit)", "bold red")
-    held = f": weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}"
-    out.print(Text.assemble(f"memory  {need['total']:.1f} GB", fits, held))
+    fits = ("" if data["fits"] else " (does not fit: `outrider inspect MODEL --gpu CARD` names what would)", "bold red")
+    parts = f"weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, images and sound {need['media']:.2f}"
+    out.print(Text.assemble(f"memory  {need['total']:.1f} GB", fits, f": {parts}, K/V {need['kv']:.2f}"))
     split = ", ".join(f"{name} {ms:.2f}" for name, ms in data["plain_parts_ms"].items())
     out.print(f"plain   {data['plain_ms']:.2f} ms per token ({split})")
     out.print(f"assumed {data['acceptance']}")

@@ -17,6 +17,7 @@ from ..config import EngineConfig
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import row_numbers, work_bytes
+from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .prefill_budget import max_packed_rows, max_prefill_rows
 
@@ -44,18 +45,37 @@ class KVBudget:
         model = target.config
         can = target.ops.capabilities
         device = target.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return cls.on_gpu(config, model, can, dtype, free=free, total=total, extra=extra)
+        batch = config.max_batch or can.sequences
+        free = max(0, free_bytes(device) - penalty_bytes(batch, model.vocab_size))
+        budget = plan_kv_memory(config, model, dtype, free, batch, None, extra)
+        passes = max_prefill_rows(model, can)
+        return replace(budget, pass_rows=passes, packed_rows=max_packed_rows(model, can, passes, 0))
+
+    @classmethod
+    def on_gpu(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        can: Capabilities,
+        dtype: torch.dtype,
+        *,
+        free: int,
+        total: int,
+        extra: Sequence[AttnSpec] = (),
+    ) -> KVBudget:
+        """For a GPU of `total` bytes of which `free` are free with the weights loaded. The GPU need not be here:
+        `outrider inspect` and `predict` plan for cards of a table."""
         batch = config.max_batch or can.sequences
         passes = max_prefill_rows(model, can)
         penalties = penalty_bytes(batch, model.vocab_size)
-        budget = None
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
-            budget = int(free - (1.0 - config.gpu_memory) * total) - work - captured_bytes(model, passes) - penalties
-        free_memory = max(0, free_bytes(device) - penalties)
-        found = plan_kv_memory(config, model, dtype, free_memory, batch, budget, extra)
-        packed = max_packed_rows(model, can, passes, spare_bytes(config, device))
-        return replace(found, pass_rows=passes, packed_rows=packed)
+        work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
+        outside = (1.0 - config.gpu_memory) * total
+        room = int(free - outside) - work - captured_bytes(model, passes) - penalties
+        budget = plan_kv_memory(config, model, dtype, max(0, free - penalties), batch, room, extra)
+        return replace(budget, pass_rows=passes, packed_rows=max_packed_rows(model, can, passes, int(outside)))
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,10 @@ def _divided(
     tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
     tokens = min(tokens, batch * asked + page)
     if tokens < asked + page:
-        if config.max_context is not None or tokens <= 2 * page:
+        if config.max_context is None and tokens <= 2 * page:
+            reason = f"weights and working memory leave {max(0, budget) / 2**30:.1f} GiB for K/V, too little"
+            raise OutriderError(f"{reason}: `outrider inspect MODEL --gpu CARD` lists options that need less")
+        if config.max_context is not None:
             raise _too_long(asked, (asked + page) * full + window_tokens * sliding, budget)
         asked = tokens - page
     return KVBudget(asked, tokens, window_tokens if sliding else None)

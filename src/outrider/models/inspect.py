@@ -6,13 +6,11 @@ ones.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ..types import MAX_DRAFT
 from .block_config import BlockConfig
 from .config import DrafterConfig, ForeignDict, ModelConfig
 from .names import tensor_plan
@@ -150,12 +148,6 @@ def row_numbers(config: ModelConfig) -> int:
     return widest + 8 * config.hidden + pairs
 
 
-def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
-    """Tokens of one sequence whose K/V, at `item` bytes per number, fits next to weights and working memory."""
-    free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
-    return max(0, bisect_right(range(config.max_context + 1), free, key=lambda n: kv_bytes(config, n, item)) - 1)
-
-
 def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
     layer = config.layers[i]
     attn = config.layers[i].attn
@@ -207,6 +199,8 @@ def report(
         "bytes": round(total),
         "bytes_per_token": round(size.active * weight_bytes),
         "kv_bytes_per_token": kv_bytes(config, 1, kv_item),
+        "kv_bytes_per_late_token": kv_bytes(config, config.max_context, kv_item)
+        - kv_bytes(config, config.max_context - 1, kv_item),
         "kv_bytes_full_context": kv_bytes(config, config.max_context, kv_item),
         "context": context,
         "intensity": {
@@ -219,7 +213,7 @@ def report(
 
 
 def drafter_report(
-    kind: str, reason: str | None, parameters: int, step: float, target_token: float, **own: object
+    kind: str, reason: str | None, parameters: int, *, step: float, target_token: float, **more: object
 ) -> ForeignDict:
     """reason: why it does not fit; step, target_token: bytes that a draft step and a target's token read."""
     return {
@@ -233,5 +227,5 @@ def drafter_report(
         "clusters": 0,
         "clusters_scored": 0,
         "draft_tokens": None,
-        **own,
+        **more,
     }

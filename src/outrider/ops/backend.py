@@ -147,6 +147,22 @@ class Capabilities:
         return max((k for k in self.graph_widths if k <= most), default=0)
 
 
+# what the Triton backend promises; stated here, so that memory on a GPU can be planned where Triton is not installed
+GPU_CAPABILITIES = Capabilities(
+    independent_rows=8192,
+    prompts_independent=True,
+    trees=True,
+    graphs=True,
+    sequences=256,
+    prompt_chunk=1024,
+    packed_rows=8192,
+    adapter_slots=True,
+    quantizes=("int4", "int8", "fp8"),
+    prefill_with_decodes=512,
+    prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
+)
+
+
 class CycleRequest(NamedTuple):
     """One sequence of a host cycle."""
 

@@ -16,7 +16,6 @@ from outrider.bench.predict import (
     draft_seconds,
     explain,
     image_costs,
-    memory_bytes,
     predict,
     sweep,
     verify_seconds,
@@ -114,12 +113,16 @@ def test_speculation_that_does_not_pay_says_why():
 
 
 def test_memory():
-    need = memory_bytes(setup("31B", context=8192, batch=4))
-    assert need["weights"] == pytest.approx(61.4e9, rel=0.01) and need["total"] == sum(
-        need[k] for k in ("weights", "drafter", "kv")
-    )
-    assert not predict(setup("31B", "rtx4090"), Acceptance.parse("0.72"))["fits"]
-    assert predict(setup("31B", "rtx4090", weight_bytes=0.5), Acceptance.parse("0.72"))["fits"]
+    card = ("google/gemma-4-31B-it", "--accept", "0.72", "--json")
+    data = json.loads(run(*card, "--gpu", "h200", "--batch", "4", "--context", "8192").stdout)
+    need = data["memory_gb"]
+    assert need["weights"] == pytest.approx(61.4, rel=0.01) and data["fits"]
+    assert need["total"] == pytest.approx(sum(need[k] for k in ("weights", "drafter", "media", "kv")))
+    assert not json.loads(run(*card, "--gpu", "rtx4090").stdout)["fits"]
+    rounded = json.loads(run(*card, "--gpu", "rtx5090", "--quantize", "int4").stdout)
+    assert rounded["fits"] and rounded["memory_gb"]["weights"] < 20
+    two = json.loads(run(*card, "--gpu", "h100", "--tensor-parallel", "2").stdout)
+    assert two["fits"] and two["memory_gb"]["weights"] == pytest.approx(need["weights"] / 2)
 
 
 def test_bigger_batches_and_contexts_cost_more():

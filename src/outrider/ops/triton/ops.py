@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView, OutriderError
 from ..adapter_slots import SlotWeight
-from ..backend import NO_EPILOGUE, Capabilities, Epilogue, ExpertWeights, M, MlpWeights, MoeLayer, Norms
+from ..backend import GPU_CAPABILITIES, NO_EPILOGUE, Epilogue, ExpertWeights, M, MlpWeights, MoeLayer, Norms
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
 from . import attention, block_attention, choose, draft_steps, lowrank, moe, norm, prefill_attention, rope, trees
@@ -39,11 +39,7 @@ SIDE_STREAM_ROWS = 8  # rows up to which experts and the shared dense MLP run co
 
 class TritonOps(ReferenceOps):
     name = "triton"
-    capabilities = Capabilities(
-        independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024,
-        packed_rows=8192, adapter_slots=True, quantizes=tuple(MODES),
-        prefill_with_decodes=512, prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
-    )
+    capabilities = GPU_CAPABILITIES
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
