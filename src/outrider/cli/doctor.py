@@ -100,7 +100,7 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     yield Diagnosis("note" if isa in slow else "ok", "processor", about, slow.get(isa, ""))
     for level in WHEEL_LEVELS.get(platform.machine(), ["generic"]):
         lacks = ", ".join(sorted(missing(level)))
-        other = f"this processor lacks {lacks}" if lacks else f"--ops cpu:{level}"
+        other = f"this machine lacks {lacks}" if lacks else f"--ops cpu:{level}"
         yield Diagnosis("ok", f"level {level}", "in use" if level == isa else other)
     load = os.getloadavg()[0]
     if load > cores / 2:

@@ -246,7 +246,7 @@ def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("cpu", "cpu:generic").lib.or_isa() == 0  # type: ignore[attr-defined]
     monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma", "f16c"})
     for name, says in (
-        ("cpu:avx512", "cannot run avx512; it can run avx2, generic"),
+        ("cpu:avx512", "cannot run avx512: it lacks avx512_vnni, .*; it can run avx2, generic"),
         ("cpu:sse9", "unknown level 'sse9'"),
     ):
         with pytest.raises(OutriderError, match=says):
@@ -375,6 +375,26 @@ def test_levels_say_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma", "f16c", "avx_vnni"})
     assert "avx512f" in build.missing("avx512") and not build.missing("generic")
     assert build.best_isa() == "avxvnni" and build.runnable() == ("avxvnni", "avx2", "generic")
+
+
+def test_tiles_are_used_where_the_system_permits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_CPU_ISA", raising=False)
+    monkeypatch.setattr(build, "cpu_flags", lambda: set(build.NEEDS["amx"].split()))
+    monkeypatch.setattr(build, "request_tiles", lambda: None)
+    assert build.best_isa() == "amx"
+    monkeypatch.setattr(build, "request_tiles", lambda: "arch_prctl: Operation not permitted")
+    assert build.best_isa() == "avx512bf16"
+    assert build.missing("amx") == {"permission for tiles (arch_prctl: Operation not permitted)"}
+    monkeypatch.setenv("OUTRIDER_CPU_ISA", "amx")
+    with pytest.raises(build.BuildError, match="cannot run amx: it lacks permission for tiles"):
+        build.shared_object()
+
+
+def test_a_processor_without_tiles_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_flags", lambda: set(build.NEEDS["avx512bf16"].split()))
+    monkeypatch.setattr(build, "request_tiles", lambda: pytest.fail("asked for nothing"))
+    assert build.best_isa() == "avx512bf16"
+    assert build.missing("amx") == {"amx_tile", "amx_int8"}
 
 
 def test_doctor_lists_the_levels() -> None:

@@ -7,6 +7,7 @@ builds under its own name, then renames.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import hashlib
@@ -34,6 +35,7 @@ AVX512 = f"{X86} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
 AVX2 = f"{X86} -fno-tree-reassoc"
 ARM = "-O2 -ftree-vectorize -march=armv8.2-a+dotprod+fp16"
 FLAGS = {  # best first; the processor decides which it can run
+    "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-int8",
     "avx512bf16": f"{AVX512} -mavx512bf16",
     "avx512": AVX512,
     "avxvnni": f"{AVX2} -mavxvnni",
@@ -43,6 +45,7 @@ FLAGS = {  # best first; the processor decides which it can run
     "generic": "-O2 -ftree-vectorize",  # -O3 takes half a minute over 64-byte vectors and is no faster
 }
 NEEDS = {
+    "amx": "avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_int8 f16c fma",
     "avx512bf16": "avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 f16c fma",
     "avx512": "avx512f avx512bw avx512vl avx512dq avx512_vnni f16c fma",
     "avxvnni": "avx2 fma f16c avx_vnni",
@@ -53,11 +56,15 @@ NEEDS = {
 }
 # by machine: what a wheel ships
 WHEEL_LEVELS = {
-    "x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2", "generic"),
+    "x86_64": ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "generic"),
     "aarch64": ("i8mm", "dotprod", "generic"),
 }
 # No contraction: a sum must round the same in every tile it is part of.
 COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter -w"
+# Linux's system call, its request for the use of an extended register state, and the number of the tile registers
+ARCH_PRCTL = 158
+ARCH_REQ_XCOMP_PERM = 0x1023
+XFEATURE_XTILEDATA = 18
 CPU_SECONDS = 300  # of processor time for each compiler: on a busy machine wall time may be minutes longer
 
 STALE_SECONDS = 24 * 3600  # no build takes a day
@@ -91,8 +98,27 @@ def processor() -> str:
 
 
 def missing(isa: str) -> set[str]:
-    """Features that a level needs and this processor lacks."""
-    return set(NEEDS[isa].split()) - cpu_flags()
+    """Features that a level needs and this processor, or its system, lacks."""
+    lacking = set(NEEDS[isa].split()) - cpu_flags()
+    if isa == "amx" and not lacking:
+        refusal = request_tiles()
+        if refusal is not None:
+            lacking.add(f"permission for tiles ({refusal})")
+    return lacking
+
+
+@functools.cache
+def request_tiles() -> str | None:
+    """Asks Linux for the use of tile registers by all threads of this process; returns why it refuses, or None.
+
+    Without the permission the first tile instruction ends the process. Threads that run already and processes that are
+    forked later have it, too."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "asked of Linux alone"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0:
+        return None
+    return f"arch_prctl: {os.strerror(ctypes.get_errno())}"
 
 
 def runnable() -> tuple[str, ...]:
@@ -161,7 +187,8 @@ def shared_object(isa: str | None = None) -> Path:
         if isa not in FLAGS:
             raise BuildError(f"unknown level {isa!r}; known: {', '.join(FLAGS)}")
         if isa not in levels:
-            raise BuildError(f"this processor cannot run {isa}; it can run {', '.join(levels)}")
+            lacking = ", ".join(sorted(missing(isa)))
+            raise BuildError(f"this machine cannot run {isa}: it lacks {lacking}; it can run {', '.join(levels)}")
         levels = (isa,)
     for level in levels:
         try:

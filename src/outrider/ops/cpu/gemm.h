@@ -53,7 +53,7 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
 
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add, [mc, 16], and behind CHANGES groups what they add to up */
 INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *change, float *tile) {
-    _Alignas(64) float up[TILE_ROWS * LANES];
+    _Alignas(64) float up[STEP_ROWS * LANES];
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (int64_t)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
@@ -86,7 +86,7 @@ typedef struct {
 
 /* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
 static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last, Changes *c) {
-    _Alignas(64) float tile[2][TILE_ROWS * LANES], x[2 * LANES];
+    _Alignas(64) float tile[2][STEP_ROWS * LANES], x[2 * LANES];
     for (int base = first; base < last; base += BLOCK_ROWS) {
         const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last, rows = end - base;
         for (int u = lo; u < hi; u++) {
@@ -96,8 +96,8 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
                 for (int up = 0; up <= (to->how == TO_GATED); up++)
                     expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows, c->at + up * CHANGES * LANES);
             }
-            for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
-                const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
+            for (int m0 = base; m0 < end; m0 += STEP_ROWS) {
+                const int mc = end - m0 < STEP_ROWS ? end - m0 : STEP_ROWS;
                 for (int half = 0; half < wide; half++) {
                     const float *change = to->low ? c->at + ((int64_t)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
                     product_group(w, a, to, n, u * wide + half, m0, mc, change, tile[half]);

@@ -4,7 +4,9 @@
 #include "requantize.h"
 
 int or_isa(void) {
-#if ISA_BF16
+#if ISA_AMX
+    return 4;
+#elif ISA_BF16
     return 3;
 #elif ISA_AVX512
     return 2;

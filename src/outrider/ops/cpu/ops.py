@@ -33,7 +33,7 @@ from .lib import ACTIVATIONS, CBatchBuffers, CPages, at, c_block_spec, c_spec, f
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight, c_moe, c_weight, routable, table_scale
 
-BF16 = 3  # or_isa()
+BF16_LEVEL = 3  # or_isa() from which on pairs of bfloat16 are multiplied
 FACTOR = 4  # bytes of a row's factor, behind its int8 values (cache.store.row_width)
 
 
@@ -83,7 +83,7 @@ class CpuOps(ReferenceOps):
         require(asked != "fp8", "--kv-dtype fp8: the CPU's kernels keep K/V in int8, not fp8")
         if asked == "int8":
             return torch.int8
-        return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16
+        return torch.bfloat16 if self.lib.or_isa() >= BF16_LEVEL else torch.float16
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:

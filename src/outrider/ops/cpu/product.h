@@ -33,6 +33,12 @@ typedef struct { /* R rows of activations, quantised and as they were */
 #define TILE_ROWS 4
 #endif
 #define BLOCK_ROWS 128 /* activation rows that stay in the second-level cache while weights pass by */
+#if ISA_AMX
+#define AMX_ROWS 6 /* from here on tiles are faster than registers; either has the same bits */
+#define STEP_ROWS BLOCK_ROWS /* rows of a call: a group is decoded once for all of them */
+#else
+#define STEP_ROWS TILE_ROWS
+#endif
 
 INLINE size_t acts_bytes(int rows, int k) { /* scratch that `acts_at` needs */
     return UP((size_t)rows * k) * (WIDE ? 3 : 1) + UP((size_t)rows * (k / 32) * sizeof(Blk));
@@ -86,5 +92,5 @@ static void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) 
     if (WIDE) memcpy(to->wide + t * k, from->wide + r * k, (size_t)k * 2);
 }
 
-/* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= TILE_ROWS). In tiles.c */
+/* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= STEP_ROWS). In tiles.c */
 __attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile);

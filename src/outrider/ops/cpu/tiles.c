@@ -8,6 +8,9 @@ INLINE int32_t zero_sum(const Blk *s, int from, int count) { return count == 8 ?
 INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : kind == W_Q6K ? 2 : 0; } /* of offsets 8, 16, 32; 128 */
 #if ISA_AVX512
 #include "tile_avx512.h"
+#if ISA_AMX
+#include "tile_amx.h"
+#endif
 #elif ISA_AVX2
 #include "tile_avx2.h"
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -78,7 +81,12 @@ static void dense_tile(const Weight *w, int g, const QActs *a, int m0, int mc, f
     case 4: group_tile(kind, w, g, a, m0, 4, tile); break;          \
     MORE_CASES(kind)                                                \
     }
-#define TILE_OF(K) static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) { TILE_CASES(K) }
+#if ISA_AMX
+#define MANY_ROWS(kind) if (mc >= AMX_ROWS) { amx_group(kind, w, g, a, m0, mc, tile); return; }
+#else
+#define MANY_ROWS(kind)
+#endif
+#define TILE_OF(K) static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) { MANY_ROWS(K) TILE_CASES(K) }
 TILE_OF(W_Q4M) TILE_OF(W_Q4) TILE_OF(W_Q8) TILE_OF(W_Q5) TILE_OF(W_Q5M)
 TILE_OF(W_Q4K) TILE_OF(W_Q5K) TILE_OF(W_Q6K) TILE_OF(W_IQ4) TILE_OF(W_IQ4X)
 

@@ -14,6 +14,9 @@
 #if defined(__AVX512BF16__)
 #define ISA_BF16 1
 #endif
+#if defined(__AMX_INT8__) || defined(EMULATED_TILES)
+#define ISA_AMX 1
+#endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define ISA_AVX2 1
