@@ -63,6 +63,9 @@ Adapters = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=PATH", help="A LoRA adapter: PEFT folder, .gguf file or id (repeatable)."),
 ]
+PlannedSequences = Annotated[
+    int | None, "Sequences at once that memory is planned for. Default: as in serve, 254 on a GPU."
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 PROMPTS = (  # default prompts

@@ -11,7 +11,7 @@ from typing import Annotated
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.machines import machine
+from ..bench.machines import Hardware, machine
 from ..config import LoadSettings
 from ..models.config import ForeignDict
 from ..models.inspect import model_size, report
@@ -19,6 +19,7 @@ from ..types import require
 from . import common
 from .common import out
 
+CPU = Hardware(label="a CPU", bandwidth=0.0, rate=0.0, memory=0.0, is_cpu=True)  # for its formats: it has no size
 VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
 
 
@@ -27,7 +28,7 @@ class InspectOptions:
     model: common.Model
     context: Annotated[int, "Context length for which FLOP per byte are computed."] = 1024
     gpu: Annotated[str | None, "Does it fit this card, and with how much context? rtx4090, h200, …"] = None
-    max_concurrent: Annotated[int | None, "Sequences at once, for --gpu. Default: 254 on a GPU, as in serve."] = None
+    max_concurrent: common.PlannedSequences = None
     quality: Annotated[bool, "Load it on the CPU and measure what rounding costs there."] = False
     as_json: common.AsJson = False
 
@@ -44,27 +45,23 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     the model fit, or leave more context. Several --drafter may be given: does it fit, and what does a step cost?
 
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
-    float32, and prints both perplexities on a short text and how far the logits are apart; --quantize without --gpu
-    does the same. With --gpu and --quantize int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still
-    done here, without one."""
-    from ..server.fair import SPARE  # these need torch, which --help does not
-    from ..weights.audio import audio_config
+    float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
+    int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
+    from ..weights.audio import audio_config  # these need torch, which --help does not
     from ..weights.repos import companion
     from ..weights.vision import vision_config
-    from .model_facts import drafter_names, drafter_of, loaded_weights, on_card, read
+    from .model_facts import drafter_names, drafter_of, loaded_weights, on_card, read, with_sequences
 
     kv_dtype = load.engine.kv_dtype
     quantize = load.quantize
     on = None if asked.gpu is None else machine(asked.gpu)
     require(asked.context >= 1, f"--context must be at least 1, got {asked.context}")
     require(on is not None or quantize != "fp8", "--quantize takes int8 or int4 without --gpu, got 'fp8'")
-    few = asked.max_concurrent
-    require(few is None or few >= 1, f"--max-concurrent must be at least 1, got {few}")
     require(on is None or kv_dtype != "int8", "--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
     files, config, stored = read(asked.model, quantize if on is not None and not on.is_cpu else None)
     # int8: each row of a head has a factor
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
-    weights = loaded_weights(config, stored, quantize, on)
+    weights = loaded_weights(config, stored, quantize, on if on is not None or quantize is None else CPU)
     per_parameter = weights.token / model_size(config).active
     data = {"model": asked.model, **report(config, per_parameter, asked.context, weights.total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in stored.formats.items()}
@@ -82,9 +79,8 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     for field, name, helper in zip(("drafter", "second_drafter"), names, helpers):
         data[field] = {"name": name, **helper.about}
     if on is not None:
-        fewer = load if few is None else load.changed({"max_batch": few + SPARE})
-        data["gpu"] = on_card(asked.model, fewer, on)
-    if asked.quality or (quantize is not None and on is None):
+        data["gpu"] = on_card(asked.model, with_sequences(load, asked.max_concurrent, on), on)
+    if asked.quality:
         from ..bench.rounding import measure
 
         rounding = measure(asked.model, quantize, kv_dtype=kv_dtype, gpu=on is not None and quantize is not None)

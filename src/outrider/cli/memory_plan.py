@@ -11,7 +11,7 @@ import torch
 
 from ..bench.machines import Hardware
 from ..config import EngineConfig, LoadSettings
-from ..engine.memory import KVBudget, plan_kv_memory
+from ..engine.memory import KVBudget, penalty_bytes, plan_kv_memory
 from ..models.config import ModelConfig
 from ..models.split import TPRank, split_target
 from ..ops.backend import GPU_CAPABILITIES
@@ -78,7 +78,9 @@ def plan_memory(
     if share.total < granted:
         try:
             if on.is_cpu:
-                budget = plan_kv_memory(engine, config, dtype, free, CPU_SEQUENCES, None, extra)
+                batch = engine.max_batch or CPU_SEQUENCES
+                free_for_kv = max(0, free - penalty_bytes(batch, config.vocab_size))
+                budget = plan_kv_memory(engine, config, dtype, free=free_for_kv, batch=batch, extra=extra)
             else:
                 budget = KVBudget.on_gpu(engine, config, GPU_CAPABILITIES, dtype, free=free, total=total, extra=extra)
             reason = ""

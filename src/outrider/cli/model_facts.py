@@ -11,13 +11,15 @@ from ..models.block_config import BlockConfig, is_block
 from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_report, drafter_size, model_size
-from ..types import AttnSpec, OutriderError
+from ..ops.backend import GPU_CAPABILITIES
+from ..server.fair import SPARE
+from ..types import AttnSpec, OutriderError, require
 from ..weights import hub
 from ..weights.audio import audio_config
 from ..weights.files import Files, check_draft_model, model_config, translate
 from ..weights.sizes import StoredSize, stored_size
 from ..weights.vision import vision_config
-from .memory_plan import LoadedBytes, MemoryPlan, plan_memory, remedies
+from .memory_plan import CPU_SEQUENCES, LoadedBytes, MemoryPlan, plan_memory, remedies
 
 
 def on_card(model: str, load: LoadSettings, on: Hardware) -> ForeignDict:
@@ -61,6 +63,15 @@ def loaded_weights(config: ModelConfig, stored: StoredSize, quantize: str | None
         raise OutriderError(f"--quantize {quantize} is for GPUs: a CPU takes {' or '.join(CPU_ROUNDED)}")
     size = model_size(config)
     return WeightBytes(size.total * CPU_ROUNDED[quantize], size.active * CPU_ROUNDED[quantize])
+
+
+def with_sequences(load: LoadSettings, max_concurrent: int | None, on: Hardware, least: int = 1) -> LoadSettings:
+    """The settings of `outrider serve --max-concurrent N`; None: its default, or `least` sequences if that is more."""
+    if max_concurrent is None:
+        default = CPU_SEQUENCES if on.is_cpu else GPU_CAPABILITIES.sequences - SPARE
+        return load if least <= default else load.changed({"max_batch": least + SPARE})
+    require(max_concurrent >= 1, f"--max-concurrent must be at least 1, got {max_concurrent}")
+    return load.changed({"max_batch": max(max_concurrent, least) + SPARE})
 
 
 def plan_of(model: str, load: LoadSettings, on: Hardware) -> MemoryPlan:

@@ -40,6 +40,7 @@ class PredictOptions:
         "drafter's card, or 0.72.",
     ] = None
     batch: Annotated[int, "Sequences at once."] = 1
+    max_concurrent: common.PlannedSequences = None
     context: Annotated[int, "Tokens before the one being decoded."] = 1024
     as_json: common.AsJson = False
 
@@ -61,7 +62,7 @@ def predict(asked: PredictOptions, load: LoadSettings) -> None:
     require(asked.model != "", "predict what? name a model: outrider predict google/gemma-4-31B-it")
     from ..weights.audio import audio_config  # these need torch, which --help does not
     from ..weights.vision import vision_config
-    from .model_facts import loaded_weights, plan_of, read
+    from .model_facts import loaded_weights, plan_of, read, with_sequences
 
     files, config, stored = read(asked.model)
     on = _machine(asked.gpu, loaded_weights(config, stored, None, None).token / model_size(config).active)
@@ -79,8 +80,7 @@ def predict(asked: PredictOptions, load: LoadSettings) -> None:
         kv_item=1.0 if load.engine.kv_dtype in ("fp8", "int8") else 2.0,
         gpus=load.tensor_parallel,
     )
-    batch = max(asked.batch, load.engine.max_batch or 0)
-    plan = plan_of(asked.model, load.changed({"max_batch": batch}), on)
+    plan = plan_of(asked.model, with_sequences(load, asked.max_concurrent, on, least=asked.batch), on)
     data = model_of.predict(setup, _accepted(asked.accept, setup, profile)) | _memory(plan, setup)
     vision = vision_config(files) if load.vision else None
     audio = audio_config(files) if load.audio else None

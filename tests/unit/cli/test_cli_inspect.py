@@ -113,11 +113,15 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     """Both perplexities, and how far the logits are apart: four bits must cost more than eight, and eight nearly
     nothing."""
     folder = tiny.write_target("llama", tmp_path / "t")  # 32 columns: one block
-    found = {mode: json.loads(call(str(folder), "--quantize", mode, "--json"))["rounding"] for mode in ("int8", "int4")}
+    found = {
+        mode: json.loads(call(str(folder), "--quantize", mode, "--quality", "--json"))["rounding"]
+        for mode in ("int8", "int4")
+    }
     assert 0 < found["int8"]["logit_error"] < 0.05 < found["int4"]["logit_error"] < 0.5
     assert abs(found["int8"]["perplexity"] / found["int8"]["float32"] - 1) < 0.05
     assert found["int4"]["float32"] == found["int8"]["float32"] and found["int8"]["same_best"] > 0.9
-    assert "perplexity" in call(str(folder), "--quantize", "int8") and "rounding" not in call(str(folder))
+    assert "perplexity" in call(str(folder), "--quantize", "int8", "--quality")
+    assert "rounding" not in call(str(folder), "--quantize", "int8")
     with pytest.raises(OutriderError, match="int8, int4, fp8"):
         call(str(folder), "--quantize", "int3")
 
@@ -141,6 +145,15 @@ def test_a_dense_checkpoint_that_a_gpu_rounds(tmp_path: Path, monkeypatch: pytes
     }
     errors = [found[mode]["rounding"]["logit_error"] for mode in found]
     assert 0 < errors[0] < errors[1] < errors[2] < 0.5
+
+
+def test_quantize_counts_bytes_without_weights_or_a_card() -> None:
+    """A model that is not on this disk was to be fetched, to be measured."""
+    rounded = json.loads(call("google/gemma-4-31B-it", "--quantize", "int4", "--drafter", "auto", "--json"))
+    dense = json.loads(call("google/gemma-4-31B-it", "--json"))
+    assert 0.25 < rounded["bytes_per_token"] / dense["bytes_per_token"] < 0.3
+    shown = " ".join(call("google/gemma-4-31B-it", "--quantize", "int4").split())
+    assert "17.3 GB at 4.5 bits" in shown and "61.4 GB" not in shown
 
 
 def test_a_quantised_config_is_counted_as_it_is_stored() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +72,52 @@ def test_remedies_make_a_model_fit() -> None:
     asked = {"quantize": "int4", "max_batch": 10, "vision": False, "audio": False, "kv_dtype": "fp8"}
     assert first.context == planned(settings.changed({**asked, "gpu_memory": 0.97})).context
     assert any(remedy.options.startswith("--tensor-parallel") for remedy in found)
+
+
+def test_the_table_of_the_gpu_guide_is_the_plan() -> None:
+    """docs/gpu.md: maximum context of every size on every card, with the options of the footnotes."""
+    guide = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    cards = ("rtx5070ti", "rtx4090", "rtx5090", "l40s", "h100", "h200")
+    rows = re.findall(r"^\| (E2B|E4B|12B|26B-A4B|31B) \| [\d.]+ GB \| (.*) \|$", guide, re.MULTILINE)
+    assert len(rows) == 5
+    for size, cells in rows:
+        for card, cell in zip(cards, cells.split(" | "), strict=True):
+            number, _, mark = cell.partition(" ")
+            settings = LoadSettings()
+            if mark == "¹":
+                settings = settings.changed({"max_batch": 10})
+            plan = plan_of(f"google/gemma-4-{size}-it", settings, machine(card))
+            expected = 0 if number == "no" else int(number.replace(",", ""))
+            assert plan.context == expected, f"{size} on {card}: {plan.context:,}, in the guide {cell}"
+
+
+def test_the_guides_footnotes_are_the_plan() -> None:
+    few = {"max_batch": 10}
+    small = {"quantize": "int4"}
+    tight = {**small, **few, "vision": False, "audio": False, "kv_dtype": "fp8", "gpu_memory": 0.97}
+    for size, card, changes, context in (
+        ("12B", "rtx4090", {"quantize": "int8"}, 99_181),
+        ("12B", "rtx5090", few, 190_368),
+        ("31B", "l40s", small, 162_551),
+        ("31B", "rtx5090", small, 8_742),
+        ("31B", "rtx5090", {**small, **few}, 64_691),
+        ("31B", "rtx4090", tight, 39_852),
+        ("31B", "h100", few, 113_279),
+    ):
+        plan = plan_of(f"google/gemma-4-{size}-it", LoadSettings().changed(changes), machine(card))
+        assert plan.context == context, f"{size} on {card} with {changes}: {plan.context:,}"
+
+
+def test_predict_and_inspect_promise_the_same_context() -> None:
+    """`predict` planned for its --batch alone, so it promised more than `serve` gives."""
+    from outrider.cli.model_facts import with_sequences
+
+    on = machine("h100")
+    inspected = with_sequences(LoadSettings(), None, on)
+    predicted = with_sequences(LoadSettings(), None, on, least=64)
+    assert inspected == predicted == LoadSettings()
+    assert with_sequences(LoadSettings(), 8, on).engine.max_batch == 10
+    assert with_sequences(LoadSettings(), None, on, least=300).engine.max_batch == 302
 
 
 def test_a_cpu_is_planned_as_a_cpu() -> None:
