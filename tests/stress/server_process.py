@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,23 @@ def during(events: list[Json], began: float, ended: float) -> list[Json]:
 
 def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
+
+
+def shares(steps: Iterable[str], times: list[tuple[float, float]], names: dict[str, str]) -> dict[str, float]:
+    """What took the time between some beginnings and ends: decoding and prompts by client, masks; `waiting` is the time
+    outside of steps. steps: lines of watched_server.py."""
+    total = sum(end - began for began, end in times)
+    found = Counter[str]()
+    for line in steps:
+        at, seconds, prompts, masks, _, decode_rows, prompt_rows = json.loads(line)
+        if not any(began <= at <= end + 0.01 for began, end in times):
+            continue
+        found["masks"] += masks
+        for what, part, rows in (("rows", seconds - prompts - masks, decode_rows), ("prompts", prompts, prompt_rows)):
+            for client, count in rows.items():
+                found[f"{what} of {names.get(client, client)}"] += part * count / sum(rows.values())
+    found["waiting"] = total - sum(found.values())
+    return {name: round(seconds / total, 2) for name, seconds in found.most_common() if seconds > 0.005 * total}
 
 
 class Busy:
@@ -148,20 +166,8 @@ class Target:
         return sorted((e for e in events if e["at"] > since), key=lambda e: -e["net_ms"])
 
     def shares(self, times: list[tuple[float, float]], names: dict[str, str]) -> dict[str, float]:
-        """Of the time between some beginnings and ends: the shares of prompts and masks in the engine's steps, and of
-        the rest of them by the rows of each client; `waiting`: outside of steps."""
-        total = sum(end - began for began, end in times)
-        found = Counter[str]()
-        for line in Path(f"{self.events}.steps").read_text().splitlines()[:-1]:  # the last may be half written
-            at, seconds, prompts, masks, _, rows = json.loads(line)
-            if any(began <= at <= end + 0.01 for began, end in times):
-                found["prompts"] += prompts
-                found["masks"] += masks
-                for client, count in rows.items():
-                    part = (seconds - prompts - masks) * count / sum(rows.values())
-                    found[f"rows of {names.get(client, client)}"] += part
-        found["waiting"] = total - sum(found.values())
-        return {name: round(seconds / total, 2) for name, seconds in found.most_common() if seconds > 0.005 * total}
+        lines = Path(f"{self.events}.steps").read_text().splitlines()[:-1]  # the last may be half written
+        return shares(lines, times, names)
 
     def stop(self) -> None:
         self.process.terminate()

@@ -8,7 +8,8 @@ were ready to run and had no processor (Linux counts it), so that it means the s
 slowest callback of the turn, or where the other threads stood after the wait. `faults` counts page faults that waited
 for a disk: while one does, threads that take or give back memory wait for it. `stolen_ms` is the time that the
 host of a virtual machine gave to others meanwhile, added up over its processors. EVENTS.steps gets a line for every
-step of the engine: when it ended; seconds of it, of its prompts and of its masks; its executor; the rows of each client.
+step of the engine: when it ended; seconds of it, of its prompts and of its masks; its executor; the rows that decode and
+the rows of prompts, by client.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ import traceback
 from collections import Counter, deque
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.engine.step import StepBatch
 
 # seconds: by the clock, computing; how often the lock is asked for
 SLOW = 0.030
 LONG = 0.012
 EVERY = 0.020
-RECENT = 4096  # requests whose client is kept: the watch must not look like a leak of the server
 WAITING = re.compile(r"(threading|queue|selectors|thread|unix_events)\.py")  # threads that wait for work
 
 
@@ -154,52 +157,60 @@ def innermost(frame: FrameType) -> str:
 
 
 def watch_steps(out: IO[str]) -> None:
+    """Write a line about every step of every engine of this process to `out`."""
     from outrider.engine import engine as module
     from outrider.engine.grammar import GrammarMatcher
-    from outrider.server.call import Call
 
     step = module.Engine.step
-    begin = Call.begin
     bits = GrammarMatcher.bits
     pick = module.pick
-    clients = dict[str, str]()
-    masks = Counter[int]()
-    picked = list[Any]()
+    mask_ns = Counter[int]()  # by thread
+    picked = list[Any]()  # the batch of the step that runs, and its executor's name
 
-    async def begun(call: Call) -> None:
-        clients.update((r.id, call._client) for r in call.answer.job.requests)
-        while len(clients) > RECENT:
-            del clients[next(iter(clients))]
-        await begin(call)
-
-    def masked(matcher: GrammarMatcher, drafts: Any) -> Any:
+    def timed_bits(matcher: GrammarMatcher, drafts: Any) -> Any:
         began = time.monotonic_ns()
-        made = bits(matcher, drafts)
-        masks[threading.get_ident()] += time.monotonic_ns() - began
-        return made
+        masks = bits(matcher, drafts)
+        mask_ns[threading.get_ident()] += time.monotonic_ns() - began
+        return masks
 
-    def noted(executors: Any, batch: Any) -> Any:
+    def noted_pick(executors: Any, batch: Any) -> Any:
         chosen = pick(executors, batch)
         picked[:] = [batch, chosen[0].name]
         return chosen
 
-    def timed(engine: module.Engine) -> list[module.Event]:
+    def timed_step(engine: module.Engine) -> list[module.Event]:
         began = time.monotonic()
-        before = engine.runner.prompt_seconds
-        masks[threading.get_ident()] = 0
+        prompt_seconds = engine.runner.prompt_seconds
+        mask_ns[threading.get_ident()] = 0
+        picked.clear()
         events = step(engine)
-        rows = Counter[str]()
-        now = time.monotonic()
-        for item in (*picked[0].prompts, *picked[0].decode):
-            rows[clients.get(item.seq.id, "?")] += item.count + item.plan.max_drafted
-        took = (now - began, engine.runner.prompt_seconds - before, masks[threading.get_ident()] / 1e9)
-        out.write(json.dumps([round(now, 4), *(round(t, 5) for t in took), picked[1], rows]) + "\n")
+        if picked:
+            now = time.monotonic()
+            batch, executor = picked
+            seconds = (now - began, engine.runner.prompt_seconds - prompt_seconds, mask_ns[threading.get_ident()] / 1e9)
+            record = [round(now, 4), *(round(s, 5) for s in seconds), executor, decode_rows(batch), prompt_rows(batch)]
+            out.write(json.dumps(record) + "\n")
         return events
 
-    module.Engine.step = timed  # type: ignore[method-assign]
-    Call.begin = begun  # type: ignore[method-assign]
-    GrammarMatcher.bits = masked  # type: ignore[method-assign]
-    module.pick = noted
+    module.Engine.step = timed_step  # type: ignore[method-assign]
+    GrammarMatcher.bits = timed_bits  # type: ignore[method-assign]
+    module.pick = noted_pick
+
+
+def decode_rows(batch: StepBatch) -> dict[str, int]:
+    """Rows of a step that decode, by client: the newest token of each sequence and what may be drafted after it."""
+    rows = Counter[str]()
+    for row in batch.decode:
+        rows[row.seq.request.client] += 1 + row.plan.max_drafted
+    return rows
+
+
+def prompt_rows(batch: StepBatch) -> dict[str, int]:
+    """Rows of a step that read prompts, by client."""
+    rows = Counter[str]()
+    for chunk in batch.prompts:
+        rows[chunk.seq.request.client] += chunk.num_tokens
+    return rows
 
 
 def main() -> None:
