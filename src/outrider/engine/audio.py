@@ -52,20 +52,22 @@ class AudioEncoder:
 
         return self._spans.get(key, span)
 
-    def samples(self, item: object) -> np.ndarray:
-        """float32 [n] at 16 kHz."""
+    def samples(self, item: object, max_seconds: float | None = None) -> np.ndarray:
+        """float32 [n] at 16 kHz. max_seconds: None: as long as a clip may be."""
+        if max_seconds is None:
+            max_seconds = self.max_seconds
         if isinstance(item, str) and item[:5].lower() == "data:":
             item = data_url(item, "sound", MAX_BYTES)
         elif isinstance(item, str | os.PathLike):
             data = read_file(Path(item), "sound", MAX_BYTES)
             with bad_input(OutriderError, lambda error: f"{item}: {error}"):
-                return self.decoder.samples(data, self.max_seconds)
+                return self.decoder.samples(data, max_seconds)
         if isinstance(item, bytes | bytearray | memoryview):
-            return self.decoder.samples(bytes(item), self.max_seconds)
+            return self.decoder.samples(bytes(item), max_seconds)
         waveform, rate = as_waveform(item)
         with bad_input(ValueError, str):
             check_shape(waveform.shape[1], rate)
-            check_length(len(waveform), rate, self.max_seconds)
+            check_length(len(waveform), rate, max_seconds)
             return resampled(mono_of(waveform), rate)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from ..engine.engine import Event
 from ..engine.step import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
-from .errors import ApiError
+from .errors import ApiError, read
 from .grammar_source import GrammarSource
 from .output import OutputPart, Parser, join
 from .schema import ChatRequest, CompletionRequest
@@ -25,6 +25,8 @@ Json = dict[str, object]
 Table = dict[int, float] | None  # {token id: logprob}; None for the first token, which has no context
 Scored = Sequence[tuple[int, Table]]  # tokens with their log-probabilities
 LEAST = -9999.0  # JSON has no -inf
+JSON_TYPE = "application/json"
+CURL_TYPE = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 
 
 @dataclass(frozen=True)
@@ -239,12 +241,28 @@ class Wire(Protocol):
     """Whole answers, streams and errors of a protocol. Each call has its own, which may keep state."""
 
     media_type: str = "text/event-stream"
+    whole_type: str = JSON_TYPE  # of an answer in one piece
     still_working: str = ": still working\n\n"  # written when nothing came for a while
 
     def parse(self, raw: bytes) -> ChatRequest | CompletionRequest: ...
     def whole(self, answer: Answer) -> Json: ...
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str: ...
     def closing(self, answer: Answer) -> str: ...
+
+    def check_type(self, kind: str, from_browser: bool) -> None:
+        """Refuses a body of another kind before it is read. from_browser: a page sent it, which curl is not."""
+        is_json = kind == JSON_TYPE or kind.endswith("+json")
+        if not is_json and (kind != CURL_TYPE or from_browser):
+            message = "The body must be JSON: send 'Content-Type: application/json'."
+            raise ApiError(415, message, code="unsupported_media_type")
+
+    def read(self, raw: bytes) -> ChatRequest | CompletionRequest:
+        """The validated body; what is wrong with it is an `ApiError`."""
+        return read(raw, self.parse)
+
+    def body(self, answer: Answer) -> bytes:
+        """An answer in one piece, as it is sent."""
+        return encoded(self.whole(answer))
 
     def opening(self, answer: Answer) -> str:
         return ""

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from .. import __version__
 from ..engine.text import LONG
-from .answer import Answer, Json, Wire
+from .answer import JSON_TYPE, Answer, Json, Wire
 from .batches import Batches
 from .call import Call, EventStream, TimeLimit, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
@@ -52,7 +52,6 @@ BIG_BODIES = 4
 UNBOUNDED = 1 << 30
 MAX_WARNING = 600  # characters of a header
 T = TypeVar("T")
-CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 
 
 @dataclass(frozen=True)
@@ -173,15 +172,11 @@ class Server:
 
     async def _call(self, request: Request, wire: Wire) -> Call:
         began = time.monotonic()
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        curls = kind == CURLS and "origin" not in request.headers  # a page of a browser says where it comes from
-        unread = None
-        if kind != "application/json" and not kind.endswith("+json") and not curls:
-            unread = "The body must be JSON: send 'Content-Type: application/json'."
-        elif request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            unread = "Compressed bodies can't be read here: send it without Content-Encoding."
-        if unread is not None:
-            raise ApiError(415, unread, code="unsupported_media_type")
+        kind = request.headers.get("content-type", JSON_TYPE).partition(";")[0].strip().lower()
+        wire.check_type(kind, from_browser="origin" in request.headers)
+        if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            message = "Compressed bodies can't be read here: send it without Content-Encoding."
+            raise ApiError(415, message, code="unsupported_media_type")
         stack = ExitStack()
         try:
             async with self.received(request) as got:
@@ -193,7 +188,7 @@ class Server:
     async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. `stack` gives back what was taken on the way."""
         client = got.client
-        body = await got.parsed(wire.parse)
+        body = await got.work(lambda: wire.read(got.raw))
         model, adapter = await self.borrow(request, got, body.model, stack)
         many = partial(model.prepare.answers, body)
         answers = await got.work(many) if got.long else many()
@@ -202,8 +197,10 @@ class Server:
         stack.enter_context(self.admission.enter(answers, client))
         if request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes"):
             body.outrider = body.outrider.model_copy(update={"stats": True})
-        media = isinstance(body, ChatRequest) and any(message.has_media for message in body.messages)
+        media = isinstance(body, ChatRequest) and body.has_media
         job = await got.work(lambda: model.prepare.job(body), media)
+        if len(job.requests) > answers:  # a long file of sound has several pieces
+            stack.enter_context(self.admission.enter(len(job.requests) - answers, client))
         got.room.close()
         if self.recorder is not None:
             await got.work(partial(self.recorder.take, request.state.path, got.raw))

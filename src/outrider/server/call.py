@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from ..engine.engine import Event
 from ..engine.step import Request as EngineRequest
 from ..types import OutriderError
-from .answer import Answer, Wire, encoded
+from .answer import JSON_TYPE, Answer, Wire
 from .errors import ApiError, shutting_down
 from .model_pool import LoadedModel
 from .runner import EngineError, RequestStream
@@ -62,7 +62,7 @@ class Call:
         self._model = model
         self._client = answer.job.requests[0].client
         self.answer = answer
-        self._wire = wire
+        self.wire = wire
         self._taken = taken
         self._route = route
         self._job = answer.job
@@ -138,7 +138,7 @@ class Call:
                     self.answer.take(event)
 
             def render() -> bytes:
-                return encoded(self._wire.whole(self.answer))
+                return self.wire.body(self.answer)
 
             return await asyncio.to_thread(render) if self.answer.scored_tokens > FEW_SCORED else render()
         finally:
@@ -146,7 +146,7 @@ class Call:
 
     async def chunks(self) -> AsyncIterator[str]:
         """Errors after the first byte can only be told inside the stream."""
-        wire = self._wire
+        wire = self.wire
         answer = self.answer
         try:
             if opening := wire.opening(answer):
@@ -267,11 +267,12 @@ async def spaced(work: asyncio.Future[bytes]) -> AsyncIterator[bytes]:
 
 
 async def whole(request: Request, call: Call) -> Response:
-    """The answer in one piece; if it takes long, with heartbeats before it."""
+    """The answer in one piece; if it takes long and is JSON, with heartbeats before it."""
     work = asyncio.ensure_future(unless_gone(request, call.whole()))
+    media_type = call.wire.whole_type
     try:
-        if (await asyncio.wait([work], timeout=KEEP_ALIVE_S))[0]:
-            return Response(work.result(), media_type="application/json")
+        if (await asyncio.wait([work], timeout=KEEP_ALIVE_S if media_type == JSON_TYPE else None))[0]:
+            return Response(work.result(), media_type=media_type)
     except BaseException:
         work.cancel()
         call.close()

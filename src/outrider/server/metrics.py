@@ -18,6 +18,7 @@ from .model_pool import ModelPool
 
 # Short names of routes, without /v1: a fixed few, whatever paths clients ask for.
 LABELS = {
+    "/audio/transcriptions": "transcriptions", "/audio/translations": "translations",
     "/chat/completions": "chat", "/completions": "completions", "/responses": "responses", "/messages": "messages",
     "/api/chat": "ollama_chat", "/api/generate": "ollama_generate", "/tokenize": "tokenize",
     "/detokenize": "detokenize", "/apply-template": "apply_template", "/embeddings": "embeddings",

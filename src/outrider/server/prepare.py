@@ -34,6 +34,7 @@ from .schema import ChatRequest, Common, CompletionRequest, Message, Tool
 from .settings import ServerSettings
 from .spellings import UNCHANGED
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, GemmaCalls, JsonCalls
+from .transcription import TranscriptionRequest, transcription_job
 
 
 class Preparer:
@@ -50,6 +51,8 @@ class Preparer:
         self.infill = Infill.of(self.tokenizer)
 
     def job(self, body: ChatRequest | CompletionRequest) -> Job:
+        if isinstance(body, TranscriptionRequest):
+            return transcription_job(self, body)
         return self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
 
     def _chat(self, body: ChatRequest) -> Job:
@@ -70,12 +73,12 @@ class Preparer:
                 return thoughts if format_ is None else PlainText()
             return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        params = self._params(body, body.alternatives, self._hand_over if body.tools else ())
+        params = self.sampling_params(body, body.alternatives, self._hand_over if body.tools else ())
         n = body.n or 1
         last = body.messages[-1]
         guess = body.prediction
         hint = () if guess is None else tuple(self.tokens(guess.text, False, "prediction"))
-        requests = self._requests(body, [ids], params, n, hint)
+        requests = self.engine_requests(body, [ids], params, n, hint)
         echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
         return Job(body, requests, parser, params.seed, n, echoes, grammar)
 
@@ -87,8 +90,8 @@ class Preparer:
         n = max(body.best_of or 1, body.n or 1)
         asked = 0 if body.logprobs is None and n > (body.n or 1) else body.logprobs  # to know which are the best
         ends = self.infill.ends if body.suffix and self.infill is not None else ()
-        params = self._params(body, asked, ends)
-        requests = self._requests(body, encoded, params, n)
+        params = self.sampling_params(body, asked, ends)
+        requests = self.engine_requests(body, encoded, params, n)
         echoes: tuple[str, ...] = ()
         if body.echo:
             whole = [isinstance(p, str) and kept is None for p in prompts]
@@ -96,7 +99,7 @@ class Preparer:
             echoes = tuple(t for t in texts for _ in range(n))
         return Job(body, requests, PlainText, params.seed, n, echoes, self._format(body))
 
-    def _requests(
+    def engine_requests(
         self, body: Common, prompts: list[list[int]], params: SamplingParams, n: int, hint: tuple[int, ...] = ()
     ) -> list[Request]:
         """`n` for each prompt, with both bounds of an answer's length as far as the context has room behind it."""
@@ -306,7 +309,7 @@ class Preparer:
         """What a request that says nothing gets: what the model's maker says, else the protocol's."""
         return {**UNCHANGED, **(self.tokenizer.files.sampling or protocol)}
 
-    def _params(
+    def sampling_params(
         self, body: ChatRequest | CompletionRequest, logprobs: int | None, ends: tuple[int, ...]
     ) -> SamplingParams:
         """ends: tokens that end an answer besides the model's own."""

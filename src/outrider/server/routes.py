@@ -21,6 +21,7 @@ from .multipart import read_form
 from .openai import OpenAIWire
 from .prepare import Preparer
 from .schema import ChatRequest, CompletionRequest
+from .transcription import TranscriptionWire
 
 if TYPE_CHECKING:
     from .app import Server
@@ -115,6 +116,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         routes.tell(path, lambda client, id: server.responses.get(client, id).response, seen)
         routes.tell(f"{path}/input_items", server.responses.items, seen)
         routes.tell(path, server.responses.delete, seen, method="DELETE")
+    _sound(routes, server)
     for path, add in (("/v1/messages", speak), ("/v1/messages/count_tokens", count)):
         add(path, anthropic.MessagesRequest, lambda _: anthropic.AnthropicWire())
     speak_ollama("/api/chat", ollama.ChatBody, chat=True)
@@ -133,6 +135,20 @@ def add_routes(app: FastAPI, server: Server) -> None:
     _ollama_information(routes, server)
     routes.tell("/", lambda client: _page(client, "index.html"), seen=False)
     routes.tell("/page/{id}", _page, seen=False)
+
+
+def _sound(routes: Routes, server: Server) -> None:
+    async def transcribe(request: Request) -> Response:
+        kind = request.headers.get("content-type", "")
+        return await server.answer(request, TranscriptionWire(kind, "transcribe"))
+
+    async def translate(request: Request) -> Response:
+        kind = request.headers.get("content-type", "")
+        return await server.answer(request, TranscriptionWire(kind, "translate"))
+
+    for base in ("/v1", ""):
+        routes.post(f"{base}/audio/transcriptions", None, transcribe)
+        routes.post(f"{base}/audio/translations", None, translate)
 
 
 def _stores(routes: Routes, server: Server) -> None:

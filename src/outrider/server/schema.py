@@ -411,6 +411,11 @@ class ChatRequest(Common):
         return None if asked == -1 else asked
 
     @property
+    def has_media(self) -> bool:
+        """Whether images or clips must be decoded."""
+        return any(message.has_media for message in self.messages)
+
+    @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 

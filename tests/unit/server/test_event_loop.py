@@ -49,7 +49,7 @@ def test_many_log_probabilities_and_vectors_are_written_off_the_loop(monkeypatch
         where.append(threading.current_thread().name == loop_thread)
         return encoded(value)
 
-    monkeypatch.setattr(call, "encoded", seen)
+    monkeypatch.setattr("outrider.server.answer.encoded", seen)
     monkeypatch.setattr(scoring, "encoded", seen)
     with Served(FakeEngine(TOK, say=lambda _: "word " * 40), TOK) as s:
         loop_thread = next(t.name for t in threading.enumerate() if "run" in t.name and "Thread-" in t.name)
