@@ -38,8 +38,9 @@ from outrider.models.names import tensor_plan
 from outrider.ops.adapter_slots import SlotWeight
 from outrider.ops.backend import Epilogue
 from outrider.ops.trees import WIDTH, Frontier, Nodes
-from outrider.ops.triton import TritonOps, attention, gemm, moe, quant
-from outrider.ops.triton import ops as triton_ops
+from outrider.ops.triton import TritonOps, attention, moe, quant
+from outrider.ops.triton.card import Card
+from outrider.ops.triton.gemm_config import MAX_SMEM
 from outrider.ops.triton.lowrank import expand, shrink
 from outrider.ops.triton.quant import quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
@@ -84,6 +85,7 @@ class Stub:
     """As much of a driver as compiling asks for."""
 
     target = GPUTarget("cuda", 90, 32)
+    shared = MAX_SMEM
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -122,9 +124,8 @@ def weight(kind: str, n: int, k: int) -> QuantWeight:
 
 
 def backend(pdl: bool) -> TritonOps:
-    ops = TritonOps("meta", pdl=pdl)
-    ops.gemm = replace(ops.gemm, streamk=Stub.target.arch == 90)
-    return ops
+    card = replace(Card.of(torch.device("meta")), shared=Stub.shared, hopper=Stub.target.arch == 90)
+    return TritonOps("meta", pdl=pdl, card=card)
 
 
 def product(kind: str, rows: int, pdl: bool) -> None:
@@ -168,9 +169,8 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
-        device = backend(pdl).gemm
         end = Epilogue(act="gelu_tanh" if both else "")
-        gemm.dense_gemm(shell(rows, k), shell(n * (1 + both), k), device, end)
+        backend(pdl).product(shell(rows, k), shell(n * (1 + both), k), end)
 
 
 def view(
@@ -282,7 +282,8 @@ def main() -> None:
     for arch in args.only:
         room = SHARED[arch]
         Stub.target = GPUTarget("cuda", arch, 32)
-        for module in (attention, triton_ops, moe, quant):
+        Stub.shared = (room - 1) << 10
+        for module in (attention, moe, quant):
             module.max_smem = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()

@@ -3,7 +3,6 @@ choice of experts."""
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from tests.kernels import fields, no_kernel
 
 from outrider.ops.backend import ExpertWeights
 from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat
+from outrider.ops.registry import Unavailable
 from outrider.ops.triton import moe_gemv_int8, nvrtc_kernels
 from outrider.ops.triton.moe_gemv_int8 import (
     SOURCE,
@@ -231,17 +231,11 @@ def test_the_kernels_are_told_what_they_read() -> None:
     assert moe_gemv_int8.STAGE == moe_gemv_int8.WORDS + 64
 
 
-def test_a_compiler_that_fails_leaves_it_to_triton(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
     few = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32))
     gate_up, down = shells(128, 2816, 704)
-    x = torch.zeros((1, 2816), dtype=torch.bfloat16)
-    held = weights(gate_up, down)
-    plan = few.plan(x, held, None)
+    plan = few.plan(torch.zeros((1, 2816), dtype=torch.bfloat16), weights(gate_up, down), None)
     assert plan is not None
-    with caplog.at_level(logging.WARNING, logger="outrider"):
-        assert few.kernels(plan, "gelu_tanh") is None
-    assert few.plan(x, held, None) is None and len(caplog.records) == 1 and "no machine code" in caplog.text
-    assert MoeGemvInt8.of(torch.device("cpu"), few.semaphores) is None
+    with pytest.raises(Unavailable, match=r"moe_gemv_int8\.cu: .*no machine code"):
+        few.kernels(plan, "gelu_tanh")

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from outrider.ops.triton.gemm_config import MAX_SMEM, MEASURED, config_for_rows, fit_smem
+from outrider.ops.triton.gemm_config import MAX_SMEM, MEASURED, fit_smem, triton_plan
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_archs.py"
 
@@ -44,7 +44,7 @@ def test_dense_tiles_fit_smaller_cards(kib: int) -> None:
     """E2B's out took 120 KiB of the 99 that an RTX 4090 has. On the card they were measured on nothing changes."""
     for (n, k, gated), tile in MEASURED.items():
         for rows in (1, 17, 33, 65, 128, 320, 512, 2048):
-            measured = config_for_rows(tile, n, k, rows, bool(gated))
+            measured = triton_plan(tile, n, k, rows, bool(gated)).config
             shape = fit_smem(measured, 1 + gated, 2, kib << 10)
             assert (shape.bm + shape.bm2 + shape.bn * (1 + gated)) * shape.bk * 2 * shape.stages <= kib << 10, (
                 n,

@@ -24,12 +24,14 @@ from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.ops.backend import Epilogue, ExpertWeights, MoeLayer, MoeResidual  # noqa: E402
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.registry import Registry  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
+from outrider.ops.triton.card import Card  # noqa: E402
 from outrider.ops.triton.gemm import Precompiler, dense_gemm  # noqa: E402
 from outrider.ops.triton.gemm_config import GemmConfig as Rows  # noqa: E402
-from outrider.ops.triton.gemm_config import GemmReduction, choose_reduction, config_for_rows  # noqa: E402
+from outrider.ops.triton.gemm_config import GemmPlan, GemmReduction, choose_reduction, triton_plan, wgmma_plan  # noqa: E402
 from outrider.ops.triton.gemm_wgmma import WgmmaTile  # noqa: E402
-from outrider.ops.triton.ops import SIDE_STREAM_ROWS  # noqa: E402
+from outrider.ops.triton.kernels import SIDE_STREAM_ROWS, TABLE  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -229,41 +231,37 @@ def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
     than there is."""
     tile = choose_reduction(n, k, gated, 2)
     for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 160, 256, 272, 320, 1280, 2048):
-        shape = config_for_rows(tile, n, k, rows, gated)
+        shape = triton_plan(tile, n, k, rows, gated).config
         wide = shape.bn * (2 if gated else 1)
         assert all(v & (v - 1) == 0 for v in (shape.bm, shape.bn, shape.bk))
         assert not shape.swap_ab or wide % 64 == 0
         assert (shape.bm + shape.bm2 + wide) * shape.bk * 2 * shape.stages <= 227 << 10
         assert not shape.bm2 or not shape.serial_splitk
-        many = config_for_rows(tile, n, k, rows, gated, wgmma=True)
-        if many.wgmma:
-            assert WgmmaTile(many.bn, many.swap_ab).shared() <= 227 << 10 and (many.bn < 256 or tile.splits == 1)
-            assert rows > 128
-        else:
-            assert many == shape
+        many = wgmma_plan(tile, n, k, rows, gated).config
+        assert WgmmaTile(many.bn, many.swap_ab).shared() <= 227 << 10 and (many.bn < 256 or tile.splits == 1)
 
 
-def test_where_wgmma_takes_no_product_triton_does(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_wgmma_takes_no_product_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product computed by both or by neither; one of another number of rows, or with a factor, that it is given."""
     asked: list[int] = []
+    answers: list[torch.Tensor | None] = [None]
 
     class Kernels:
-        made: torch.Tensor | None = None
-
-        def product(self, x: torch.Tensor, *rest: object) -> torch.Tensor | None:
+        def product(self, x: torch.Tensor, *rest: object, **settings: object) -> torch.Tensor | None:
             asked.append(len(x))
-            return self.made
+            return answers[0]
 
-    kernels = Kernels()
+    card = replace(Card.of(torch.device(DEVICE)), cuda=True)
+    ops = TritonOps(DEVICE, pdl=False, card=replace(card, cuda=False), registry=Registry(TABLE, card))
+    ops.gemm = replace(ops.gemm, wgmma=Kernels())
+    monkeypatch.setattr(gemm, "supports_wgmma", lambda x, w, end: end.mul is None)
+    monkeypatch.setattr(gemm.DenseShape, "wgmma_plan", GemmPlan(-1.0, Rows(16, 16, 16, 2)))
     x = rand(130, 32)
     w = rand(16, 32, seed=1)
-    monkeypatch.setattr(gemm, "config_for_rows", lambda *a: Rows(16, 16, 16, 2, wgmma=len(a) > 6))
-    device = replace(ops.gemm, wgmma=kernels)
-    run = lambda rows, end=Epilogue(): dense_gemm(x[:rows], w, device, end)
-    near(run(130), REF.linear(x, w))
-    kernels.made = torch.zeros(1)
-    assert run(129) is kernels.made and asked == [130, 129]
-    run(128), run(130, Epilogue(mul=rand(130, 16), act="silu"))
+    near(ops.linear(x, w), REF.linear(x, w))
+    answers[0] = torch.zeros(1)
+    assert ops.linear(x[:129], w) is answers[0] and asked == [130, 129]
+    ops.linear(x[:128], w), ops.linear_act_mul(x, w, rand(130, 16), "silu")
     assert asked == [130, 129]
 
 
@@ -417,15 +415,15 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
     down = rand(48, 32, seed=2)
     ops = TritonOps(DEVICE, pdl=False)
     twin = TritonOps(DEVICE, pdl=False)
-    want, join = ops.dense_mlp(h, (gate_up, down), "gelu_tanh")
+    want, join = ops.dense_mlp(h, (gate_up, down), "gelu_tanh", side_stream=False)
     ops.pdl = True
     assert join() is True and not waits
     assert CUDA or "side_stream" not in vars(ops)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
     ops.__dict__["side_stream"] = twin, Stream("side")
-    ops.semaphores = SimpleNamespace(is_cuda=True, device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
-    got, join = ops.dense_mlp(h[:SIDE_STREAM_ROWS], (gate_up, down), "gelu_tanh")
+    ops.semaphores = SimpleNamespace(device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
+    got, join = ops.dense_mlp(h[:SIDE_STREAM_ROWS], (gate_up, down), "gelu_tanh", side_stream=True)
     assert waits == [("side", "main")]
     assert join() is False and waits == [("side", "main"), ("main", "side")]
     same(got, want[:SIDE_STREAM_ROWS])

@@ -64,13 +64,15 @@ def doctor(
 
 def _kernels(as_json: bool) -> None:
     with common.needs("doctor --kernels", "gpu"):
-        from ..ops.triton.dispatch import TABLE
+        from ..ops.triton.report import kernel_rows
+    rows, about = kernel_rows()
     if as_json:
-        print(json.dumps([row._asdict() for row in TABLE], indent=2))
+        print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    heads = ("operation", "when", "kernel", "card")
-    title = "GPU kernels: the first that fits, all with the same bits"
-    out.print(common.table(heads, TABLE, heads, title=title))
+    heads = ("operation", "when", "kernel", "source", "here")
+    lines = [(row.operation, row.when, row.kernel, row.source, row.here) for row in rows]
+    title = f"GPU kernels, those of an operation with the same bits; {about}"
+    out.print(common.table(heads, lines, heads, title=title))
 
 
 def _python() -> Iterator[Diagnosis]:

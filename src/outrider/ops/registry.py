@@ -27,6 +27,10 @@ log = logging.getLogger("outrider")
 ROWS = (1, 2, 5, 9, 17, 33, 41, 65, 129, 641, 2048, 8192)
 
 
+class Unavailable(Exception):
+    """A kernel that cannot be compiled or loaded here."""
+
+
 class Hardware(Protocol):
     """A graphics card, or a processor with its instruction set."""
 
@@ -54,9 +58,10 @@ class Kernel:
     source: str  # of the code, for people
     when: str  # the shapes that it serves, for people
     serves: Callable[[Any, Any], bool]  # (shape, machine)
-    launch: Callable[[Any], Any]  # call -> result; None: it turned out not to be available
+    launch: Callable[[Any], Any]  # call -> result; None: it does not take this call. May raise Unavailable
     runs_on: Callable[[Any], bool] = everywhere  # machine
     micros: Callable[[Any, Any], float] = no_estimate  # (shape, machine) -> microseconds
+    compile: Callable[[Any], None] | None = None  # compiles what `launch` would run of this call, and launches nothing
 
 
 @dataclass(frozen=True)
@@ -127,34 +132,42 @@ class Registry:
     rejected: dict[str, str] = field(default_factory=dict)  # reasons by kernel
 
     def __post_init__(self) -> None:
-        self.choose = lru_cache(maxsize=8192)(self._choose)
+        self.candidates = lru_cache(maxsize=8192)(self._candidates)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(k for k in self.table if k.name not in self.rejected and k.runs_on(self.machine))
 
-    def _choose(self, op: str, shape: Hashable) -> Kernel:
-        """The kernel with the lowest estimate of those that serve this shape; of equal ones, the first in the table."""
+    def _candidates(self, op: str, shape: Hashable) -> tuple[Kernel, ...]:
+        """The kernels that serve this shape, lowest estimate first; of equal ones, the first in the table."""
         serving = [k for k in self.kernels if k.op == op and k.serves(shape, self.machine)]
-        if not serving:
+        return tuple(sorted(serving, key=lambda kernel: kernel.micros(shape, self.machine)))
+
+    def choose(self, op: str, shape: Hashable) -> Kernel:
+        """The kernel that serves this shape."""
+        candidates = self.candidates(op, shape)
+        if not candidates:
             raise LookupError(f"no kernel on {self.machine.identity} serves {op} {shape}")
-        return min(serving, key=lambda kernel: kernel.micros(shape, self.machine))
+        return candidates[0]
 
     def run(self, op: str, shape: Hashable, call: Any) -> Any:
-        """Launch the kernel that serves this shape. One that is not available after all is rejected."""
-        while True:
-            kernel = self.choose(op, shape)
-            result = kernel.launch(call)
+        """The result of the kernel that serves this shape. One that cannot be compiled after all is rejected."""
+        for kernel in self.candidates(op, shape):
+            try:
+                result = kernel.launch(call)
+            except Unavailable as error:
+                self.reject(kernel.name, str(error))
+                continue
             if result is not None:
                 return result
-            self.reject(kernel.name, "it cannot be compiled or launched")
+        raise LookupError(f"no kernel on {self.machine.identity} serves {op} {shape}")
 
     def reject(self, name: str, reason: str) -> None:
         """Let a kernel never serve again. A line of the log says so, once."""
         if name in self.rejected:
             return
         self.rejected[name] = reason
-        self.choose.cache_clear()
+        self.candidates.cache_clear()
         log.warning("kernel %s does not serve on %s: %s", name, self.machine.identity, reason)
 
     def apply(self, certification: Certification) -> None:

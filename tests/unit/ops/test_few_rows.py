@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from outrider.models.config import ModelConfig
 from outrider.models.names import tensor_plan
 from outrider.ops.backend import Epilogue
 from outrider.ops.formats import BLOCKS, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
-from outrider.ops.triton import nvrtc_kernels
+from outrider.ops.registry import Unavailable
+from outrider.ops.triton import card, nvrtc_kernels
 from outrider.ops.triton.lowrank import Lora
 from outrider.ops.triton.quant_config import choose_quant_tile
 from outrider.ops.triton.repack import Codes, QuantWeight, repack
@@ -168,25 +170,24 @@ def test_where_the_halves_of_a_tile_begin() -> None:
 
 
 def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    seen = torch.zeros(8, dtype=torch.int32)
-    assert WNA16Gemv.of(torch.device("cpu"), seen) is None
+    about = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(card, "max_smem", lambda device: 226 << 10)
+    monkeypatch.setattr(card, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc_kernels, "missing", lambda: "no libnvrtc")
+    monkeypatch.setattr(card, "missing", lambda: "no libnvrtc")
     with caplog.at_level(logging.WARNING, logger="outrider"):
-        assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None
+        assert not card.Card.of(torch.device("cuda", 0)).cuda
     assert len(caplog.records) == 1 and "no libnvrtc" in caplog.text
     caplog.clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
+    assert not card.Card.of(torch.device("cuda", 0)).cuda and not caplog.records  # no bits were compared there
+    assert not card.Card.of(torch.device("cpu")).cuda
 
 
-def test_a_compiler_that_fails_leaves_it_to_triton(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc_kernels, "Kernel", no_kernel)
     few = WNA16Gemv(torch.device("cpu"), torch.zeros(8, dtype=torch.int32))
-    w = weight()
     x = torch.zeros((2, 512), dtype=torch.bfloat16)
-    with caplog.at_level(logging.WARNING, logger="outrider"):
-        assert few.product(x, w, Epilogue(), False) is None and few.product(x, w, Epilogue(), False) is None
-    assert len(caplog.records) == 1 and "no machine code" in caplog.text
+    with pytest.raises(Unavailable, match=r"wna16_gemv\.cu: .*no machine code"):
+        few.product(x, weight(), Epilogue(), False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.ops import registry as table
-from outrider.ops.registry import ROWS, Certification, Kernel, Probe, Registry, certify
+from outrider.ops.registry import ROWS, Certification, Kernel, Probe, Registry, Unavailable, certify
 
 PROMISED = 8192
 Sums = Callable[[int], list[int]]  # number of rows -> a result for each
@@ -126,12 +126,23 @@ def test_only_shapes_that_a_kernel_serves_are_run() -> None:
     assert certification.independent_rows(PROMISED) == PROMISED
 
 
-def test_a_kernel_that_cannot_be_launched_gives_way(caplog: pytest.LogCaptureFixture) -> None:
-    """One that a broken toolchain does not compile: the next one in the table serves, and one line says so."""
-    registry = Registry([kernel("tiles", lambda rows: None), kernel("any")], Card())  # type: ignore[arg-type,return-value]
+def test_a_kernel_that_cannot_be_compiled_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    """The toolchain is broken: the next kernel in the table serves, and one line says so."""
+
+    def fails(rows: int) -> list[int]:
+        raise Unavailable("no machine code")
+
+    registry = Registry([kernel("tiles", fails), kernel("any")], Card())
     with caplog.at_level(logging.WARNING, "outrider"):
         assert registry.run("product", 3, 3) == exact(3) and registry.run("product", 3, 3) == exact(3)
-    assert len(caplog.records) == 1
+    assert [r.message for r in caplog.records] == ["kernel tiles does not serve on card: no machine code"]
+
+
+def test_a_call_that_a_kernel_does_not_take_goes_to_the_next() -> None:
+    registry = Registry([kernel("tiles", lambda rows: None), kernel("any")], Card())  # type: ignore[arg-type,return-value]
+    assert registry.run("product", 3, 3) == exact(3) and registry.rejected == {}
+    with pytest.raises(LookupError, match="no kernel on card serves product 3"):
+        Registry([kernel("tiles", lambda rows: None)], Card()).run("product", 3, 3)  # type: ignore[arg-type,return-value]
 
 
 def test_certifications_are_stored_for_their_machine(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ Problem = struct(SOURCE.name, "Problem")
 
 class AttentionWgmma(NvrtcKernels):
     source = SOURCE
-    what = "attention of prompts with heads of 512 goes"
     arch_specific = True
 
     def attend(
@@ -35,11 +34,9 @@ class AttentionWgmma(NvrtcKernels):
         if cut is None and packed <= MIN_QUERIES:
             return None
         cut = cut or choose_reduction(spec, q.dtype, self.room)
-        if not self.usable or not suits(spec, kv, q.dtype, cut):
+        if not suits(spec, kv, q.dtype, cut):
             return None
         kernel = self.kernel("attention_wgmma", {"PAGE": kv.page_size})
-        if kernel is None:
-            return None
         out = torch.empty_like(q)
         table = kv.tables[spec.group]
         pairs = triton.cdiv(packed, 2 * BQ)

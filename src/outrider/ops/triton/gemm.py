@@ -15,8 +15,8 @@ import logging
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,15 +28,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backend import NO_EPILOGUE, Epilogue
 from . import gemm_config
 from .common import epilogue, epilogue_arguments, gate_and_up, gdc_launch_dependents, gdc_wait, prefetch, weight_rows
-from .gemm_config import MAX_SMEM, STREAMK_MAX_WHOLE_TILES, GemmConfig, GemmReduction, choose_reduction, config_for_rows
+from .gemm_config import (
+    MAX_FEW_ROWS,
+    MAX_SMEM,
+    STREAMK_MAX_WHOLE_TILES,
+    GemmConfig,
+    GemmPlan,
+    GemmReduction,
+    choose_reduction,
+    triton_plan,
+    wgmma_plan,
+)
 from .gemm_streamk import matrix_descriptor, splitk_kernel, streamk_kernel, tma_aligned
 from .gemm_wgmma import GemmWgmma, WgmmaTile, flags_of
+from .gemm_wgmma import suits as supports_wgmma
 from .lowrank import Shrunk, lowrank_delta, slots_of
 from .quant_config import sm_count
 
 log = logging.getLogger("outrider")
 LATE_TRIGGER_BYTES = 16 << 20  # weights from which the next kernel is let in only when the sums are done
-FUSED_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
 PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
 
@@ -266,11 +276,49 @@ class GemmKind:
     mul: tuple[torch.dtype, int] | None = None  # and its row stride
     softcap: bool = False
 
+    def shape(self, rows: int) -> DenseShape:
+        """With operands that lie as usual."""
+        many = rows > MAX_FEW_ROWS
+        aligned = many and self.k * self.dtype.itemsize % 16 == 0
+        rounds = not self.gated or self.out_dtype == torch.bfloat16
+        return DenseShape(
+            rows=rows,
+            n=self.n,
+            k=self.k,
+            gated=self.gated,
+            itemsize=self.dtype.itemsize,
+            tma=aligned,
+            wgmma=aligned and self.dtype == torch.bfloat16 and self.mul is None and self.n % 8 == 0 and rounds,
+        )
 
-def variant(kind: GemmKind, rows: int, wgmma: bool = False) -> GemmConfig:
-    """The part of the number of rows that a compiled kernel depends on."""
-    tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
-    return config_for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize, wgmma)
+
+class DenseShape(NamedTuple):
+    """A dense product, as far as the choice of a kernel depends on it."""
+
+    rows: int
+    n: int
+    k: int
+    gated: bool
+    itemsize: int
+    tma: bool = False  # TMA can load x and the weights; asked only where a kernel that uses it may serve
+    wgmma: bool = False  # gemm_wgmma supports this product
+    reduction: GemmReduction | None = None  # None: the weight's own
+
+    @property
+    def order(self) -> GemmReduction:
+        return self.reduction or choose_reduction(self.n, self.k, self.gated, self.itemsize)
+
+    @property
+    def triton_plan(self) -> GemmPlan:
+        return triton_plan(self.order, self.n, self.k, self.rows, self.gated, self.itemsize)
+
+    @property
+    def wgmma_plan(self) -> GemmPlan:
+        return wgmma_plan(self.order, self.n, self.k, self.rows, self.gated)
+
+    @property
+    def spans(self) -> int:
+        return triton.cdiv(self.k, self.order.span(self.k))
 
 
 @dataclass(frozen=True)
@@ -281,29 +329,93 @@ class GemmDevice:
     pdl: bool = False
     shared: int = MAX_SMEM  # bytes of shared memory that a program may take
     wgmma: GemmWgmma | None = None  # kernels for many rows, where the card has them
-    ahead: Precompiler | None = None
-    streamk: bool = True  # gemm_streamk may be used: on Hopper; compiled for sm_100, cut tiles exceed its shared memory
 
 
-def compile_for(kind: GemmKind, rows: int, device: GemmDevice) -> None:
-    """Compile the kernel for this number of rows of this kind and launch nothing: meta tensors replace the real
-    ones."""
+@dataclass(frozen=True)
+class DenseCall:
+    """A dense product to be launched: x [R, K], w [N, K] -> [R, N]."""
+
+    x: Tensor
+    w: Tensor
+    device: GemmDevice
+    end: Epilogue = NO_EPILOGUE
+    reduction: GemmReduction | None = None  # None: the weight's own
+
+    @cached_property
+    def shape(self) -> DenseShape:
+        x = self.x
+        w = self.w
+        many = x.shape[0] > MAX_FEW_ROWS
+        return DenseShape(
+            rows=x.shape[0],
+            n=w.shape[0] // 2 if self.end.gated else w.shape[0],
+            k=w.shape[1],
+            gated=self.end.gated,
+            itemsize=w.element_size(),
+            tma=many and (x.stride(1) != 1 or tma_aligned(x)) and tma_aligned(w),  # another x is copied first
+            wgmma=many and self.reduction is None and supports_wgmma(x, w, self.end),
+            reduction=self.reduction,
+        )
+
+    @property
+    def kind(self) -> GemmKind:
+        end = self.end
+        return GemmKind(
+            n=self.shape.n,
+            k=self.shape.k,
+            dtype=self.x.dtype,
+            out_dtype=end.out_dtype or self.x.dtype,
+            gated=end.gated,
+            act=end.act,
+            bias=None if end.bias is None else end.bias.dtype,
+            mul=None if end.mul is None else (end.mul.dtype, end.mul.stride(0)),
+            softcap=end.softcap is not None,
+        )
+
+    @property
+    def wgmma_tile(self) -> WgmmaTile:
+        config = self.shape.wgmma_plan.config
+        return WgmmaTile(config.bn, config.swap_ab, config.cut)
+
+    def linear_launch(self) -> GemmLaunch:
+        """By `linear_kernel`. The tiles of stream-K are loaded without TMA."""
+        shape = self.shape
+        config = replace(shape.triton_plan.config, tma=False)
+        config = gemm_config.fit_smem(config, 2 if shape.gated else 1, shape.itemsize, self.device.shared)
+        return launch_of(self.x, self.w, self.device, self.end, tile=self.reduction, shape=config)
+
+    def streamk_launch(self) -> GemmLaunch:
+        """By `streamk_kernel`, or `splitk_kernel` if the weight has several spans."""
+        config = self.shape.triton_plan.config
+        return launch_of(self.x, self.w, self.device, self.end, tile=self.reduction, shape=config)
+
+    def run_wgmma(self) -> Tensor | None:
+        if self.device.wgmma is None:
+            return None
+        return self.device.wgmma.product(
+            self.x, self.w, self.end, pdl=self.device.pdl, reduction=self.shape.order, tile=self.wgmma_tile
+        )
+
+    def compile_wgmma(self) -> None:
+        assert self.device.wgmma is not None
+        self.device.wgmma.kernel("gemm_wgmma", flags_of(self.end, self.wgmma_tile, self.shape.spans > 1))
+
+
+def placeholder_call(kind: GemmKind, rows: int, device: GemmDevice) -> DenseCall:
+    """A product of this kind with meta tensors, to compile its kernel and launch nothing."""
     shell = partial(torch.empty, device="meta")
     sides = 2 if kind.gated else 1
-    wgmma = device.wgmma
-    bias = None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias)
-    mul = None if kind.mul is None else shell((rows, kind.mul[1]), dtype=kind.mul[0])[:, : kind.n]
-    end = Epilogue(bias, mul, kind.act, 1.0 if kind.softcap else None, kind.out_dtype)
-    config = variant(kind, rows, wgmma is not None and wgmma.usable)
-    if wgmma is not None and config.wgmma and mul is None and kind.dtype == torch.bfloat16:
-        span = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize).span(kind.k)
-        form = WgmmaTile(config.bn, config.swap_ab, config.cut)
-        wgmma.kernel("gemm_wgmma", flags_of(end, form, span < kind.k))
-        return
-    x, w = (shell((size, kind.k), dtype=kind.dtype) for size in (rows, kind.n * sides))
+    end = Epilogue(
+        bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
+        mul=None if kind.mul is None else shell((rows, kind.mul[1]), dtype=kind.mul[0])[:, : kind.n],
+        act=kind.act,
+        softcap=1.0 if kind.softcap else None,
+        out_dtype=kind.out_dtype,
+    )
+    x = shell((rows, kind.k), dtype=kind.dtype)
+    w = shell((kind.n * sides, kind.k), dtype=kind.dtype)
     semaphores = shell(gemm_config.NUM_SEMAPHORES, dtype=torch.int32)
-    launch = launch_of(x, w, replace(device, semaphores=semaphores), end)
-    launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+    return DenseCall(x, w, replace(device, semaphores=semaphores), end)
 
 
 class Precompiler:
@@ -322,7 +434,7 @@ class Precompiler:
         self._made: set[tuple[Hashable, Hashable]] = set()
 
     def before(self, kind: Hashable, rows: int) -> None:
-        """To be called before a launch."""
+        """Call this before a launch."""
         if kind not in self._asked:
             self._asked[kind] = None
             self._made.add((kind, self._variant(kind, rows)))  # its own launch compiles it
@@ -342,26 +454,9 @@ def dense_gemm(
     x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue = NO_EPILOGUE, tile: GemmReduction | None = None,
     shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> Tensor:
-    """x [R, K], w [N, K] -> [R, N]. tile, shape: override the table; lora: adapters to be added, of at most FUSED_ROWS
-    rows."""
-    n = w.shape[0] // 2 if end.gated else w.shape[0]
-    if device.ahead is not None and lora is None and tile is None:
-        mul = None if end.mul is None else (end.mul.dtype, end.mul.stride(0))
-        bias = None if end.bias is None else end.bias.dtype
-        out_dtype = end.out_dtype or x.dtype
-        kind = GemmKind(n, w.shape[1], x.dtype, out_dtype, end.gated, end.act, bias, mul, end.softcap is not None)
-        device.ahead.before(kind, x.shape[0])
-    if device.wgmma is not None and end.mul is None and tile is None and x.shape[0] > FUSED_ROWS:
-        reduction = choose_reduction(n, x.shape[1], end.gated, w.element_size())
-        config = config_for_rows(reduction, n, x.shape[1], x.shape[0], end.gated, w.element_size(), True)
-        if config.wgmma:
-            form = WgmmaTile(config.bn, config.swap_ab, config.cut)
-            out = device.wgmma.product(x, w, end, device.pdl, reduction, form)
-            if out is not None:
-                return out
-    launch = launch_of(x if x.stride(1) == 1 else x.contiguous(), w, device, end, tile, shape, lora)
-    launch.kernel[launch.grid](*launch.arguments, **launch.options)
-    return launch.out
+    """x [R, K], w [N, K] -> [R, N] in Triton. tile, shape: override the table; lora: adapters to be added, of at most
+    MAX_FEW_ROWS rows."""
+    return launch_of(x, w, device, end, tile=tile, shape=shape, lora=lora).run()
 
 
 @dataclass(frozen=True)
@@ -372,11 +467,19 @@ class GemmLaunch:
     options: dict[str, int | str | bool]
     out: Tensor  # where the result will be
 
+    def run(self) -> Tensor:
+        self.kernel[self.grid](*self.arguments, **self.options)
+        return self.out
+
+    def compile(self) -> None:
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
+
 
 def launch_of(
     x: Tensor, w: Tensor, device: GemmDevice, end: Epilogue, tile: GemmReduction | None = None,
     shape: GemmConfig | None = None, lora: Shrunk | None = None,
 ) -> GemmLaunch:
+    x = x if x.stride(1) == 1 else x.contiguous()
     gated = end.gated
     pdl = device.pdl
     itemsize = w.element_size()
@@ -386,7 +489,7 @@ def launch_of(
     span = tile.span(k)
     splits = triton.cdiv(k, span)
     if shape is None:
-        shape = config_for_rows(tile, n, k, rows, gated, itemsize)
+        shape = triton_plan(tile, n, k, rows, gated, itemsize).config
         shape = gemm_config.fit_smem(shape, 2 if gated else 1, itemsize, device.shared)
     serial_splitk = splits > 1 and shape.serial_splitk
     assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
@@ -401,7 +504,7 @@ def launch_of(
     tiles_n = triton.cdiv(n, shape.bn)
     sums_of_tile = (shape.bm + shape.bm2) * shape.bn * (2 if gated else 1)
     assert lora is None or not shape.bm2, "changes are added to products of few rows"
-    if shape.tma and device.streamk and device.shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
+    if shape.tma and device.shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w):
         tiles = tiles_m * tiles_n
         whole = splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES
         programs = tiles * splits if whole else min(tiles, sm_count(x.device))

@@ -12,11 +12,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 
 MAX_SMEM = 226 << 10  # bytes of shared memory per program on the card that tiles were measured on
 NUM_SEMAPHORES = 1 << 16  # tiles of a product with one program per span
+MAX_FEW_ROWS = 128  # rows up to which one kernel serves all products, and may add the changes of adapters
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class GemmConfig:
     tma: bool = False  # gemm_streamk
     wgmma: bool = False  # gemm_wgmma: bn rows of the weights, or swap_ab: of x, meet 256 of the other
     cut: bool = False  # of those, tiles that do not come out even are cut (stream-K)
+
+
+class GemmPlan(NamedTuple):
+    """A configuration and how long it is estimated to take."""
+
+    micros: float
+    config: GemmConfig
 
 
 MEASURED = {  # (N, K, gated)
@@ -142,10 +151,23 @@ def rule(n: int, k: int, gated: bool) -> GemmReduction:
 
 
 @lru_cache(maxsize=4096)
-def config_for_rows(
-    tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2, wgmma: bool = False
-) -> GemmConfig:
-    """The configuration for this number of rows. wgmma: gemm_wgmma may be used."""
+def triton_plan(tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2) -> GemmPlan:
+    """Triton's configuration for this number of rows; estimated only above 128 rows, where there is a choice."""
+    if rows <= MAX_FEW_ROWS or bytes_per == 4:
+        return GemmPlan(0.0, few_rows_config(tile, n, k, rows, gated, bytes_per))
+    sides = 2 if gated else 1
+    plans = [*_many_row_plans(tile, n, k, rows, sides), *_streamk_plans(tile, n, k, rows, sides)]
+    return min(plans, key=lambda plan: plan.micros)
+
+
+@lru_cache(maxsize=4096)
+def wgmma_plan(tile: GemmReduction, n: int, k: int, rows: int, gated: bool) -> GemmPlan:
+    """The configuration of gemm_wgmma for this number of rows."""
+    return min(_wgmma_plans(tile, n, k, rows, 2 if gated else 1), key=lambda plan: plan.micros)
+
+
+def few_rows_config(tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int) -> GemmConfig:
+    """The configuration for up to 128 rows, or any number in float32."""
     sides = 2 if gated else 1
     if rows <= 16:
         return GemmConfig(16, tile.bn, tile.bk, tile.stages, 4, tile.swap_ab)
@@ -154,13 +176,6 @@ def config_for_rows(
     if rows <= 32 and tile.many is not None:
         bn, bk, stages, warps = tile.many
         return GemmConfig(32, bn, bk, stages, warps, tile.swap_ab)
-    if rows > 128:
-        options = [
-            *_many_row_configs(tile, n, k, rows, sides),
-            *_streamk_configs(tile, n, k, rows, sides),
-            *(_wgmma_configs(tile, n, k, rows, sides) if wgmma else ()),
-        ]
-        return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
     # few weights: more programs are worth more than sharing
     if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:
@@ -227,8 +242,8 @@ STREAMK_MAX_ROWS = 640  # up to which these were measured
 STREAMK_MAX_WHOLE_TILES = 132
 
 
-def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """Candidates of stream-K, like `_many_row_configs`. Tiles are cut only if each has weights of its own: else they
+def _streamk_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[GemmPlan]:
+    """Candidates of stream-K, like `_many_row_plans`. Tiles are cut only if each has weights of its own: else they
     would be fetched from memory once for every row of tiles."""
     spans = tile.splits
     if rows > STREAMK_MAX_ROWS:
@@ -238,13 +253,14 @@ def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int)
             if triton.cdiv(rows, bm + more) * triton.cdiv(n, wide) * spans <= most:
                 each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
                 each += 5 + spans * rows * n * 8 / 3e6 if spans > 1 else 0
-                yield each, GemmConfig(bm, wide, 64, stages, warps, True, more, tma=True)
+                yield GemmPlan(each, GemmConfig(bm, wide, 64, stages, warps, True, more, tma=True))
     for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
         tiles = triton.cdiv(n * sides, wide)
         if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:
             # nothing is fetched for the next tile while this one is stored
             each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11
-            yield (tiles / 132 + 0.1) * each, GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
+            config = GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
+            yield GemmPlan((tiles / 132 + 0.1) * each, config)
 
 
 # Tiles of gemm_wgmma: (bn, swap_ab): share of the rate. With several spans a second accumulator takes registers.
@@ -254,8 +270,8 @@ CUT_MAX_WAVES = 11  # up to which cut tiles were measured
 CUT_MAX_ROWS = 2048  # beyond them idle SMs leave their power to the others, and cut tiles gain nothing
 
 
-def _wgmma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
-    """Candidates of gemm_wgmma, like `_many_row_configs`: clusters of two blocks on 132 SMs. Handing over the sums of
+def _wgmma_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[GemmPlan]:
+    """Candidates of gemm_wgmma, like `_many_row_plans`: clusters of two blocks on 132 SMs. Handing over the sums of
     cut tiles costs 0.4 of a tile."""
     for (bn, swap_ab), rate in WGMMA_RATES.items():
         if (swap_ab and rows > SWAP_MAX_ROWS) or (bn == 256 and tile.splits > 1):
@@ -266,10 +282,10 @@ def _wgmma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -
         each = 128 * bn * k * 2 / (rate * 6e6) + 2.5 + _logits(n)
         shape = GemmConfig(256, bn, 64, 0, 0, swap_ab, wgmma=True, cut=cut)
         # the estimates of Triton's kernels are too low by up to 20 %
-        yield ((waves + 0.4 if cut else math.ceil(waves)) * each + 5) / 1.11, shape
+        yield GemmPlan(((waves + 0.4 if cut else math.ceil(waves)) * each + 5) / 1.11, shape)
 
 
-def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
+def _many_row_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[GemmPlan]:
     """Shapes for more than 128 rows, each with an estimate of its microseconds: the waves of its programs on 132
     multiprocessors of 6 TFLOP/s, a program's start and end, and what is written and read again of spans that have
     programs of their own. On the shapes of 31B it is right to 5 %."""
@@ -287,4 +303,4 @@ def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int
             each = each + (tile.splits if serial_splitk else 0) + _logits(n)
             reduction_us = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
             config = _swap_ab_config(bm, more, wide, sides, serial_splitk)
-            yield triton.cdiv(tiles * spans, 132) * each + reduction_us, config
+            yield GemmPlan(triton.cdiv(tiles * spans, 132) * each + reduction_us, config)

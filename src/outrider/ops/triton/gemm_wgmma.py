@@ -40,14 +40,13 @@ class WgmmaTile:
 
 class GemmWgmma(NvrtcKernels):
     source = SOURCE
-    what = "products of many rows go"
     arch_specific = True
 
     def product(
         self, x: Tensor, w: Tensor, end: Epilogue, pdl: bool, reduction: GemmReduction, tile: WgmmaTile
     ) -> Tensor | None:
         """x [R, K] · wᵀ [N, K] -> [R, N], or [R, N / 2] where half of w's rows are gates; None: not one of these."""
-        if not self.usable or not suits(x, w, end):
+        if not suits(x, w, end):
             return None
         rows, k = x.shape
         n = w.shape[0] // (2 if end.gated else 1)
@@ -59,8 +58,6 @@ class GemmWgmma(NvrtcKernels):
         tile = replace(tile, cut=tile.cut and not even)
         span = reduction.span(k)
         kernel = self.kernel("gemm_wgmma", flags_of(end, tile, span < k))
-        if kernel is None:
-            return None
         out = x.new_empty((rows, n), dtype=end.out_dtype or x.dtype)
         sums = 2 * clusters * BM * tile.bn * (1 if span >= k else 2)
         room = x.new_empty(sums, dtype=torch.float32) if tile.cut else out

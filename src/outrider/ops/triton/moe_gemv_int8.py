@@ -171,21 +171,19 @@ class MoeGemvLayer:
 
 class MoeGemvInt8(NvrtcKernels):
     source = SOURCE
-    what = "experts in int8 at up to 3 tokens go"
 
     def plan(self, x: Tensor, experts: ExpertWeights, shared: SharedMLP | None) -> MoeGemvPlan | None:
         """None: not supported."""
-        if not self.usable or x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
+        if x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
             return None
         return MoeGemvPlan.of(x.shape[0], experts, shared, self.sms, self.room)
 
     def layer(self, x: Tensor, experts: ExpertWeights, mlp: MlpWeights) -> MoeGemvLayer | None:
-        """None: not supported, or its kernels cannot be compiled."""
+        """None: not supported."""
         down = experts.down
         shared = SharedMLP.of(*mlp, x.shape[1], down.matrix.chunks) if isinstance(down, QuantExperts) else None
         plan = self.plan(x, experts, shared)
-        kernels = None if plan is None else self.kernels(plan, experts.act)
-        return None if plan is None or kernels is None else MoeGemvLayer(experts, shared, plan, kernels)
+        return None if plan is None else MoeGemvLayer(experts, shared, plan, self.kernels(plan, experts.act))
 
     def logits(self, layer: MoeGemvLayer, router_in: Tensor, pdl: bool) -> Tensor:
         """router_in [R, H] -> float32 [R, E]."""
@@ -228,15 +226,10 @@ class MoeGemvInt8(NvrtcKernels):
         down(blocks, 32 * plan.down_warps, plan.down_shared, [*pointers, shape], pdl)
         return pairs, weight, dense_out
 
-    def kernels(self, plan: MoeGemvPlan, act: str) -> list[Kernel] | None:
-        """None: they cannot be compiled."""
-        kernels = list[Kernel]()
-        for name in ("experts_router", "experts_gate_up", "experts_down"):
-            kernel = self.kernel(name, flags_of(plan, act))
-            if kernel is None:
-                return None
-            kernels.append(kernel)
-        return kernels
+    def kernels(self, plan: MoeGemvPlan, act: str) -> list[Kernel]:
+        """Router, gate_up, down."""
+        flags = flags_of(plan, act)
+        return [self.kernel(name, flags) for name in ("experts_router", "experts_gate_up", "experts_down")]
 
 
 def addresses(*tensors: Tensor) -> list[int]:

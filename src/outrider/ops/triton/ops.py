@@ -6,7 +6,7 @@ dense or `QuantExperts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import cast
@@ -19,49 +19,76 @@ from ..adapter_slots import SlotWeight
 from ..backend import GPU_CAPABILITIES, NO_EPILOGUE, Epilogue, ExpertWeights, M, MlpWeights, MoeLayer, Norms
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
-from . import attention, block_attention, choose, draft_steps, lowrank, moe, norm, prefill_attention, rope, trees
+from ..registry import Registry
+from . import block_attention, choose, draft_steps, lowrank, moe, norm, rope, trees
 from .attention_wgmma import AttentionWgmma
-from .gemm import FUSED_ROWS, GemmDevice, Precompiler, compile_for, dense_gemm, variant
-from .gemm_config import NUM_SEMAPHORES, choose_reduction
+from .card import Card
+from .gemm import DenseCall, GemmDevice, GemmKind, Precompiler, placeholder_call
+from .gemm_config import NUM_SEMAPHORES, GemmReduction, choose_reduction
 from .gemm_wgmma import GemmWgmma
-from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS, MoeGemvInt8
-from .quant import quant_linear
-from .quant_config import max_smem
-from .quant_moe import QuantExperts, hold_experts, round_experts
+from .kernels import (
+    ADAPTED,
+    ATTENTION,
+    DENSE,
+    DRAFT,
+    EXPERTS,
+    QUANTISED,
+    TABLE,
+    AdaptedCall,
+    AttentionCall,
+    DraftShape,
+    ExpertsCall,
+    QuantCall,
+)
+from .moe_gemv_int8 import MoeGemvInt8
+from .quant_moe import hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 from .routing import Pairs, list_pairs
 from .w4a16_gemm import W4A16Gemm
-from .w4a16_wgmma import MAX_WGMMA_TOKENS, W4A16Wgmma
-from .wna16_gemv import MAX_GEMV_TOKENS, WNA16Gemv
-
-SIDE_STREAM_ROWS = 8  # rows up to which experts and the shared dense MLP run concurrently
+from .w4a16_wgmma import W4A16Wgmma
+from .wna16_gemv import WNA16Gemv
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = GPU_CAPABILITIES
 
-    def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
-        """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        pdl: bool | None = None,
+        card: Card | None = None,
+        registry: Registry | None = None,
+    ):
+        """pdl: programmatic dependent launch; None: if the card has it. card: None asks the device. registry: of
+        another instance on the same device."""
         device = torch.device(device)
-        on_gpu = device.type == "cuda"
-        self.capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-        self.pdl = self.capability >= (9, 0) if pdl is None else pdl
+        self.card = card or Card.of(device)
+        self.registry = registry or Registry(TABLE, self.card)
+        self.pdl = self.card.pdl if pdl is None else pdl
         # every kernel leaves its counters at 0
         self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)
         self.lora_counters = torch.zeros_like(self.semaphores)  # those of `lowrank.shrink`, which runs next to products
-        self.shared = max_smem(device)
-        self.hopper = not on_gpu or self.capability[0] == 9  # the device that prefill tiles were tuned on
-        self.wide_heads = AttentionWgmma.of(device, self.semaphores)
-        wgmma = GemmWgmma.of(device, self.semaphores)
-        alone = GemmDevice(self.semaphores, self.pdl, self.shared, wgmma, streamk=self.hopper)
-        ahead = Precompiler(
-            lambda kind, rows: compile_for(kind, rows, alone), lambda kind, rows: variant(kind, rows, wgmma is not None)
-        )
-        self.gemm = replace(alone, ahead=ahead) if on_gpu else alone
+        wgmma = GemmWgmma(device, self.semaphores) if self.card.cuda else None
+        self.gemm = GemmDevice(self.semaphores, pdl=self.pdl, shared=self.card.shared, wgmma=wgmma)
+        self.ahead = Precompiler(self._compile, self._compiled_form) if self.card.real else None
+
+    def _compile(self, kind: GemmKind, rows: int) -> None:
+        """Compile the kernel that serves this number of rows of this kind, and launch nothing."""
+        call = placeholder_call(kind, rows, self.gemm)
+        kernel = self.registry.choose(DENSE, call.shape)
+        assert kernel.compile is not None
+        kernel.compile(call)
+
+    def _compiled_form(self, kind: GemmKind, rows: int) -> Hashable:
+        """The part of the number of rows that a compiled kernel depends on."""
+        shape = kind.shape(rows)
+        kernel = self.registry.choose(DENSE, shape)
+        plan = shape.wgmma_plan if kernel.launch is DenseCall.run_wgmma else shape.triton_plan
+        return kernel.name, plan.config
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        if asked == "fp8" and self.semaphores.is_cuda and self.capability < (8, 9):
+        if asked == "fp8" and self.card.real and self.card.capability < (8, 9):
             raise OutriderError("--kv-dtype fp8: this GPU has no eight-bit floats (sm_89 and later have); leave it out")
         return super().kv_dtype(dtype, asked)
 
@@ -111,7 +138,7 @@ class TritonOps(ReferenceOps):
         if isinstance(w, QuantWeight):
             return self.multiply(x, w, end)
         if not isinstance(w, Parts):
-            return dense_gemm(x, as_tensor(w), self.gemm, end)
+            return self.multiply_dense(x, as_tensor(w), end)
         if end.act:
             result = self.product(x, w, replace(end, mul=None, act=""))
             gate, up = result.chunk(2, dim=-1) if end.mul is None else (result, end.mul)
@@ -125,32 +152,36 @@ class TritonOps(ReferenceOps):
         return torch.cat(outs, dim=-1)
 
     def multiply(self, x: Tensor, w: QuantWeight, end: Epilogue) -> Tensor:
-        """By whichever kernel takes it: the bits are the same."""
-        few = x.shape[0] <= MAX_GEMV_TOKENS
-        more = x.shape[0] <= MAX_WGMMA_TOKENS
-        kernels = self.few if few else self.more if more else self.many
-        out = kernels.product(x, w, end, self.pdl) if kernels is not None else None
-        return quant_linear(x, w, self.semaphores, end, self.pdl) if out is None else out
+        call = QuantCall(self, x, w, end)
+        return cast(Tensor, self.registry.run(QUANTISED, call.shape, call))
+
+    def multiply_dense(self, x: Tensor, w: Tensor, end: Epilogue, reduction: GemmReduction | None = None) -> Tensor:
+        """reduction: instead of the weight's own."""
+        call = DenseCall(x, w, self.gemm, end, reduction=reduction)
+        if self.ahead is not None and reduction is None:
+            self.ahead.before(call.kind, x.shape[0])
+        return cast(Tensor, self.registry.run(DENSE, call.shape, call))
+
+    # ---- CUDA C++ kernels, created at first use ------------------------------------------------------------------
+    @cached_property
+    def wna16_gemv(self) -> WNA16Gemv:
+        return WNA16Gemv(self.semaphores.device, self.semaphores)
 
     @cached_property
-    def few(self) -> WNA16Gemv | None:
-        """Kernels for few tokens, created with the first quantised product."""
-        return WNA16Gemv.of(self.semaphores.device, self.semaphores)
+    def w4a16_wgmma(self) -> W4A16Wgmma:
+        return W4A16Wgmma(self.semaphores.device, self.semaphores)
 
     @cached_property
-    def more(self) -> W4A16Wgmma | None:
-        """Kernels for more tokens, created with the first quantised product."""
-        return None if self.few is None else W4A16Wgmma(self.semaphores.device, self.semaphores)
+    def w4a16_gemm(self) -> W4A16Gemm:
+        return W4A16Gemm(self.semaphores.device, self.semaphores)
 
     @cached_property
-    def many(self) -> W4A16Gemm | None:
-        """Kernels for prompts and for batches with drafts, created with the first quantised product."""
-        return None if self.few is None else W4A16Gemm(self.semaphores.device, self.semaphores)
+    def moe_gemv_int8(self) -> MoeGemvInt8:
+        return MoeGemvInt8(self.semaphores.device, self.semaphores)
 
     @cached_property
-    def moe_gemv_int8(self) -> MoeGemvInt8 | None:
-        """Kernels for the experts of few tokens, created at first use."""
-        return MoeGemvInt8.of(self.semaphores.device, self.semaphores)
+    def attention_wgmma(self) -> AttentionWgmma:
+        return AttentionWgmma(self.semaphores.device, self.semaphores)
 
     def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         return self.product(x, w, Epilogue(bias))
@@ -161,16 +192,9 @@ class TritonOps(ReferenceOps):
     def adapted_linear(
         self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE
     ) -> Tensor:
-        shrunk = lowrank.shrink(x, change, ranges, self.lora_counters, self.pdl)
-        if isinstance(w, Tensor) and len(x) <= FUSED_ROWS and shrunk.fits:
-            return dense_gemm(shrunk.x, w, self.gemm, end, lora=shrunk)
-        if isinstance(w, QuantWeight) and len(x) <= MAX_WGMMA_TOKENS and shrunk.fits:
-            kernels = self.few if len(x) <= MAX_GEMV_TOKENS else self.more
-            out = kernels.product(shrunk.x, w, end, self.pdl, shrunk) if kernels is not None else None
-            if out is not None:
-                return out
-        y = self.gate_and_up(x, w) if end.gated else self.linear(x, w, end.bias)
-        return lowrank.expand(y, shrunk, end.act, end.mul, self.pdl)
+        shrunk = lowrank.shrink(x, change, ranges, counters=self.lora_counters, pdl=self.pdl)
+        call = AdaptedCall(self, x, w, end, shrunk)
+        return cast(Tensor, self.registry.run(ADAPTED, call.shape, call))
 
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
         """The product that `gated_linear` activates, [R, 2·I], with the same sums."""
@@ -178,7 +202,7 @@ class TritonOps(ReferenceOps):
             return self.product(x, w, NO_EPILOGUE)
         cut = choose_reduction(w.shape[0] // 2, w.shape[1], True, w.element_size())  # the gated product's sums
         many = cut.many and (2 * cut.many[0], *cut.many[1:])
-        return dense_gemm(x, w, self.gemm, tile=replace(cut, bn=2 * cut.bn, many=many))
+        return self.multiply_dense(x, w, NO_EPILOGUE, reduction=replace(cut, bn=2 * cut.bn, many=many))
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         return self.product(x, w, Epilogue(mul=y, act=act))
@@ -207,12 +231,8 @@ class TritonOps(ReferenceOps):
         return self.attend_span(q, spec, kv, 0)
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
-        out = self.wide_heads.attend(q, spec, kv, self.pdl, span_end=end) if self.wide_heads is not None else None
-        if out is not None:
-            return out
-        if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
-            return prefill_attention.attend(q, spec, kv, self.pdl, span_end=end)
-        return attention.attend(q, spec, kv, self.pdl, span_end=end)
+        call = AttentionCall(self, q, spec, kv, span_end=end)
+        return cast(Tensor, self.registry.run(ATTENTION, call.shape, call))
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     branch = trees.branch
@@ -234,21 +254,34 @@ class TritonOps(ReferenceOps):
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
+        call = ExpertsCall(self, router_in, x, h=h, stream=stream, layer=layer)
+        return cast("tuple[Tensor, Tensor]", self.registry.run(EXPERTS, call.shape, call))
+
+    def few_experts(self, call: ExpertsCall) -> tuple[Tensor, Tensor] | None:
+        """By `moe_gemv_int8`; None: it does not support these weights."""
+        layer = call.layer
         experts = layer.experts
-        few = self.moe_gemv_int8 if len(x) <= MAX_MOE_GEMV_ROWS and isinstance(experts.down, QuantExperts) else None
-        fused = None if few is None else few.layer(x, experts, layer.mlp)
-        if few is None or fused is None:
-            dense, join = self.dense_mlp(h, layer.mlp, experts.act)
-            return self._mixed(dense, router_in, x, stream, layer, join)
-        beside, join = self.dense_mlp(h, layer.mlp, experts.act) if fused.mlp is None else (None, lambda: self.pdl)
-        z = few.logits(fused, router_in, self.pdl)
-        pairs, weight, dense = few.answers(fused, z, x, h, self.pdl)
-        return moe.mix(pairs, weight, dense if beside is None else beside, stream, layer.end, join())
+        kernels = self.moe_gemv_int8
+        fused = kernels.layer(call.x, experts, layer.mlp)
+        if fused is None:
+            return None
+        beside = None
+        join = self.pdl_after_main
+        if fused.mlp is None:
+            beside, join = self.dense_mlp(call.h, layer.mlp, experts.act, side_stream=self.card.real)
+        z = kernels.logits(fused, call.router_in, self.pdl)
+        pairs, weight, dense = kernels.answers(fused, z, call.x, call.h, self.pdl)
+        return moe.mix(pairs, weight, dense if beside is None else beside, call.stream, layer.end, pdl=join())
+
+    def many_experts(self, call: ExpertsCall, side_stream: bool) -> tuple[Tensor, Tensor]:
+        layer = call.layer
+        dense, join = self.dense_mlp(call.h, layer.mlp, layer.experts.act, side_stream)
+        return self._mixed(dense, call.router_in, call.x, stream=call.stream, layer=layer, join=join)
 
     def moe_next_to(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        return self._mixed(dense, router_in, x, stream, layer, lambda: self.pdl)
+        return self._mixed(dense, router_in, x, stream=stream, layer=layer, join=self.pdl_after_main)
 
     def _mixed(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer, join: Callable[[], bool]
@@ -258,11 +291,17 @@ class TritonOps(ReferenceOps):
         pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
         return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, join())
 
-    def dense_mlp(self, h: Tensor, mlp: MlpWeights, act: str) -> tuple[Tensor, Callable[[], bool]]:
-        """The MLP next to experts. With few rows it runs concurrently, on a side stream: the first reader calls the
-        returned function, which says whether that reader may start before the previous kernel is done."""
-        if not self.semaphores.is_cuda or len(h) > SIDE_STREAM_ROWS:
-            return self.linear(self.gated_linear(h, mlp[0], act), mlp[1]), lambda: self.pdl
+    def pdl_after_main(self) -> bool:
+        """Whether a kernel that reads the main stream alone may start before the previous one is done."""
+        return self.pdl
+
+    def dense_mlp(
+        self, h: Tensor, mlp: MlpWeights, act: str, side_stream: bool
+    ) -> tuple[Tensor, Callable[[], bool]]:
+        """The MLP next to experts. On a side stream it runs concurrently: the first reader calls the returned function,
+        which says whether that reader may start before the previous kernel is done."""
+        if not side_stream:
+            return self.linear(self.gated_linear(h, mlp[0], act), mlp[1]), self.pdl_after_main
         ops, side = self.side_stream
         main = torch.cuda.current_stream(self.semaphores.device)
         side.wait_stream(main)
@@ -278,7 +317,8 @@ class TritonOps(ReferenceOps):
     @cached_property
     def side_stream(self) -> tuple[TritonOps, torch.cuda.Stream]:
         """Ops with separate counters, which wait for the previous kernel, and their stream."""
-        return type(self)(self.semaphores.device, pdl=False), torch.cuda.Stream(self.semaphores.device)
+        device = self.semaphores.device
+        return type(self)(device, pdl=False, card=self.card, registry=self.registry), torch.cuda.Stream(device)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     argmax = choose.argmax
@@ -292,9 +332,8 @@ class TritonOps(ReferenceOps):
 
     def compile_drafter(self, drafter: M) -> M:
         """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""
-        if self.pdl and draft_steps.unsupported(drafter) is None:
-            return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True))
-        return drafter
+        shape = DraftShape(self.pdl, short=self.pdl and draft_steps.unsupported(drafter) is None)
+        return cast(M, self.registry.run(DRAFT, shape, drafter))
 
 
 class DenseTritonOps(TritonOps):

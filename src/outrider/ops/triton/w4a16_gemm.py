@@ -98,21 +98,20 @@ def choose_tile(shape: W4A16Shape, clusters: int, room: int) -> W4A16Tile | None
 
 class W4A16Gemm(NvrtcKernels):
     source = SOURCE
-    what = "4-bit weights at more than 40 tokens go"
     arch_specific = True
 
     def product(self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
-        if not self.usable or not suits(x, w, extras):
+        if not suits(x, w, extras):
             return None
         rows = x.shape[0]
         n = w.shape[0]
         units = units_of(w)
         shape = W4A16Shape(rows, units, PLANES // w.per, w.zero_point is not None)
         tile = choose_tile(shape, self.sms // 2, self.room)
-        kernel = None if tile is None else self.kernel("w4a16_gemm", flags_of(w, extras, tile))
-        if tile is None or kernel is None:
+        if tile is None:
             return None
+        kernel = self.kernel("w4a16_gemm", flags_of(w, extras, tile))
         x = aligned(x, w)
         tiles_b = triton.cdiv(rows, tile.tokens)
         items = shape.pairs * tiles_b * (units.splits if tile.spans == PARALLEL else 1)

@@ -58,7 +58,6 @@ def blocks_of_a_span(units: WorkUnits, blocks: int) -> int:
 
 class W4A16Wgmma(NvrtcKernels):
     source = SOURCE
-    what = "4-bit weights at 9 to 40 tokens go"
     arch_specific = True
 
     def product(
@@ -66,7 +65,7 @@ class W4A16Wgmma(NvrtcKernels):
     ) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] if it is gate and up; lora: adapters to be added. None: not one of
         these."""
-        if not self.usable or not suits(x, w, extras) or not whole_tiles(lora):
+        if not suits(x, w, extras) or not whole_tiles(lora):
             return None
         rows = x.shape[0]
         n, k = w.shape
@@ -75,9 +74,9 @@ class W4A16Wgmma(NvrtcKernels):
         has_zero_point = w.zero_point is not None
         block = choose_block(rows, groups, has_zero_point, self.room)
         per = blocks_of_a_span(units, self.sms)
-        kernel = None if block is None or per == 0 else self.kernel("w4a16_wgmma", flags_of(w, extras, block, lora))
-        if block is None or kernel is None:
+        if block is None or per == 0:
             return None
+        kernel = self.kernel("w4a16_wgmma", flags_of(w, extras, block, lora))
         x = aligned(x, w)
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         partial_out = sums = out

@@ -107,22 +107,21 @@ def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, ro
 
 class WNA16Gemv(NvrtcKernels):
     source = SOURCE
-    what = "quantised weights at 1 to 8 tokens go"
 
     def product(
         self, x: Tensor, w: QuantWeight, extras: Epilogue, pdl: bool, lora: Shrunk | None = None
     ) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] if it is gate and up; lora: adapters to be added. None: not one of
         these."""
-        if not self.usable or not supports(x, w, extras) or not whole_tiles(lora):
+        if not supports(x, w, extras) or not whole_tiles(lora):
             return None
         rows = x.shape[0]
         n, k = w.shape
         units = units_of(w)
         block = choose_block(units, WeightChunk.of(w), rows, self.sms, self.room)
-        kernel = None if block is None else self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0], lora))
-        if block is None or kernel is None:
+        if block is None:
             return None
+        kernel = self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0], lora))
         x = aligned(x, w)
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         sums = units.tiles * units.splits * WARP_ROWS * tokens_of(rows)
