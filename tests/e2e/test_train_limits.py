@@ -179,9 +179,15 @@ def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
     target, data = world
     monkeypatch.setattr(forecast, "timed", lambda work: (1e4, 1e4))  # a machine of another century
     monkeypatch.setattr(answers, "answering_engine", None)  # nothing is loaded for the forecast
+    out = tmp_path / "runs" / "mine"
     with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
-        run.train(job(target, data, tmp_path, minutes=1.0), QUIET)
-    assert not (tmp_path / "checkpoint.pt").exists() and not (tmp_path / "spent.json").exists()
+        run.train(job(target, data, out, minutes=1.0), QUIET)
+    assert not out.parent.exists()  # nothing is left that would stand in the way of other settings
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(OutriderError, match="is too short here"):
+        run.train(job(target, data, tmp_path, minutes=1.0, max_new=8), QUIET)
+    assert [*tmp_path.iterdir()] == [notes]
 
 
 def test_a_run_that_could_not_train_says_so_and_fails(
@@ -195,7 +201,7 @@ def test_a_run_that_could_not_train_says_so_and_fails(
     with pytest.raises(SystemExit) as stop:
         main()
     text = capsys.readouterr()
-    assert stop.value.code == 1 and "only 3 steps in the time there was" in text.err and "use it" not in text.out
+    assert stop.value.code == 1 and "only 3 steps in the time there was" in text.err and "try it" not in text.out
 
 
 def test_a_signal_ends_the_evaluation_before_the_first_step(
@@ -301,7 +307,9 @@ def test_progress_is_shown_and_bad_options_are_one_line(
         and "step 1, loss" in text.err
         and "2 steps" in text.err
     )
-    assert "use it: outrider chat" in text.out
+    assert "to try it: outrider chat" in text.out
+    assert "measured here on held-out prompts: " in text.out and " × plain decoding: " in text.out
+    assert "(a greedy and a sampled answer each): " in text.err and " answers to make" in text.err
     for more, message in (
         (("--minutes", "0"), "--minutes must be above 0"),
         (("--recipe", "none"), "no such file"),

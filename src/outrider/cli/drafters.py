@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,9 +12,13 @@ from ..config import LoadSettings
 from ..train.config import EvalConfig, TrainConfig
 from ..types import require
 from . import common
-from .common import out
+from .common import err, note, out
 from .progress import StageProgress
 
+if TYPE_CHECKING:
+    from ..train.trainer import Row
+
+WARN = "yellow"
 RECIPE = "All other settings, as a TOML file; or 'shipped', 'further', 'dflash' (for smollm2)."
 
 
@@ -47,8 +51,11 @@ def train(
             f"held-out prompts, greedy: {per[4]:.2f} tokens per cycle at K = 4, {per[8]:.2f} at K = 8; "
             f"first draft token right {final['acceptance_by_position'][0]:.0%}"
         )
+        if "gain" in result:
+            gain = result["gain"]
+            out.print(f"measured here on held-out prompts: {gain['speedup']:.2f} × plain decoding: {gain['verdict']}")
         if "too_few_steps" not in result:
-            out.print(f"use it: outrider chat {asked.target} --drafter {asked.out / 'drafter'}")
+            out.print(f"to try it: outrider chat {asked.target} --drafter {asked.out / 'drafter'}")
     if "stopped" in result:
         raise typer.Exit(128 + int(result["stopped"]))
     if "too_few_steps" in result:
@@ -85,8 +92,32 @@ def eval_drafter(
     named = [(name, f"{value:.3f}") for name, value in sorted(by_category, key=lambda item: -item[1])]
     out.print(common.table(("category", "tokens per cycle at K = 4"), named, ("category",)))
     share = result["draft_step_share"]
-    best = result["best_k"]
-    out.print(f"a draft step reads {share:.1%} of what a target step reads; predicted best K: {best}")
+    basis = "cycles timed on this machine" if result["costs_measured"] else "bytes read, not timed here"
+    predicted = f"{result['predicted_speedup']:.2f} × plain" if result["best_k"] else "plain decoding is fastest"
+    out.print(f"a draft step reads {share:.1%} of what a target step reads")
+    out.print(f"predicted best K for one request: {result['best_k']} ({predicted}; {basis})")
+    warn_of_training(result)
+
+
+def warn_of_training(result: Row) -> None:
+    """Says how many of the prompts the drafter was trained on."""
+    count = result["trained_on"]
+    total = result["answers"]
+    advice = "measure on prompts that it has not seen"
+    if count is None:
+        if result["same_file"]:
+            err.print(
+                f"the drafter was trained on this file: on new prompts it is right less often; {advice}", style=WARN
+            )
+    elif count == 0:
+        note("none of these prompts was in the drafter's training")
+    elif "unseen" in result:
+        unseen = result["unseen"]
+        better = f"{unseen['tokens_per_cycle'][4]:.3f} tokens per cycle at K = 4"
+        on_new = f"on the {unseen['answers']} others: {better}"
+        err.print(f"the drafter was trained on {count} of these {total} prompts; {on_new}", style=WARN)
+    else:
+        err.print(f"the drafter was trained on these prompts: on new ones it is right less often; {advice}", style=WARN)
 
 
 def export(

@@ -121,9 +121,9 @@ def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: i
 # ---- the engine -----------------------------------------------------------------------------------------------------
 @contextmanager
 def answering_engine(
-    known: Described, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none"
+    known: Described, device: str, dtype: torch.dtype, *, slots: int | None, longest: int, drafter: str = "none"
 ) -> Iterator[Engine]:
-    """An engine for answering: prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU the
+    """Yields an engine for answering: prompts and answers of `longest` tokens, no prefix cache, no text. On a GPU the
     weights are dense, as in training: hundreds of rows gain nothing from 4 bits, and kernels for every format would be
     compiled first. Afterwards its memory is freed, and torch has its threads again (the CPU kernels leave it one)."""
     cuda = device.startswith("cuda")
@@ -138,7 +138,7 @@ def answering_engine(
     )
     settings = LoadSettings(
         drafter=drafter,
-        draft_tokens=0 if drafter == "none" else 4,
+        draft_tokens=0 if drafter == "none" else None,
         device=device,
         dtype=str(dtype).removeprefix("torch.") if cuda else None,
         ops="triton:dense" if cuda else "auto",

@@ -7,7 +7,7 @@ only the anchors that decoding would: from an anchor with m matches, min(m, K) +
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -196,12 +196,14 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
     }
 
 
-def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02, once: bool = False) -> int:
-    """Returns the K with the most tokens per unit of time. Costs are shares of a target step: `draft_cost` of a draft
+def cycle_costs(draft_cost: float, verify_cost: float = 0.02, once: bool = False) -> list[float]:
+    """Costs of a cycle by K = 0..16 where they were not measured, as shares of a plain step: `draft_cost` of a draft
     step (`once`: of the whole draft, whatever K is), `verify_cost` of each further verified row."""
+    draft_steps = [min(k, 1) if once else k for k in range(MAX_DRAFT + 1)]
+    return [1.0 + steps * draft_cost + k * verify_cost for k, steps in enumerate(draft_steps)]
 
-    def cost(k: int) -> float:
-        num_draft_steps = 1 if once else k
-        return 1.0 + num_draft_steps * draft_cost + k * verify_cost
 
-    return max(tokens_per_cycle, key=lambda k: tokens_per_cycle[k] / cost(k))
+def best_k(tokens_per_cycle: Mapping[int, float], costs: Sequence[float]) -> int:
+    """The K with the most tokens per unit of time; 0 if plain decoding is fastest. costs: of a cycle by K."""
+    rates = {0: 1.0 / costs[0], **{k: tokens / costs[k] for k, tokens in tokens_per_cycle.items()}}
+    return max(rates, key=lambda k: rates[k])

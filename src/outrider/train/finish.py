@@ -36,6 +36,7 @@ from .data import Sequences
 from .evaluate import Judge, Judged, Recorded, summary
 from .export import Json, read_json, save_drafter
 from .net import DrafterModule, TrainNet
+from .seen_prompts import FIELD, pack
 from .trainer import Row, Trainer, read_rows
 
 # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
@@ -145,6 +146,8 @@ def provenance(trainer: Trainer, target_hash: str) -> Row:
     data = trainer.data
     commit = ""
     source = read_json(job.out / "prompts.json")
+    digests = source.get("digests", [])
+    trained_on = {FIELD: pack(digests[line] for line in set(data.index.tolist()))} if digests else {}
     with suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
     return {
@@ -154,6 +157,7 @@ def provenance(trainer: Trainer, target_hash: str) -> Row:
         "target_hash": target_hash,
         "data": source["data"],
         "data_sha256": source["data_sha256"],
+        **trained_on,
         "sequences": len(data),
         "started_from": job.init,
         "answer_tokens": data.answer_tokens,

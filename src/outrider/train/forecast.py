@@ -6,8 +6,9 @@ the target once per sequence and keeps its outputs if they fit (target.py), and 
 choices are written to OUT/sizes.json: a resumed run keeps them, whatever is free then.
 
 A forecast is made in seconds before the run starts, from measured figures of the machine under its current load
-(MachineSpeed) and counted operations. A load passes, so only what an idle machine could not do either is refused. One
-forecast decides that and gives the shortest sufficient `--minutes`, so the two cannot contradict each other.
+(MachineSpeed) and counted operations. A run that is forecast too short to learn anything is refused, also if only the
+load of other processes makes it so. One forecast decides that and gives the shortest sufficient `--minutes`, so the two
+cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ CPU_ANSWER_SHARE = 0.25
 FINISH_SHARE = 0.1
 FINISH_PASSES = 6.0
 EXPORT_SECONDS = 3.0
-LOAD_RATE = 5e7  # weights per second that are read and unpacked; it happens twice, for the engine and for training
+# of measuring the gain, at most, and as a share of the minutes
+GAIN_SECONDS = 30.0
+GAIN_SHARE = 0.03
+LOAD_RATE = 5e7  # weights per second that are read and unpacked
 ANSWER_STEP_SECONDS = 1e-3  # of the engine's own work in a step
 # clustering a head: passes over the vocabulary, dimensions
 KMEANS_ROUNDS = 8.0
@@ -227,7 +231,7 @@ class RunPlan:
 class RunCosts:
     """Seconds that the parts of a run take here, and how much there is to do."""
 
-    load: float  # reading the weights twice
+    load: float  # reading the weights three times: to answer, to train, to measure the gain
     start: float  # clustering the head, fitting the drafter's input
     answer: float  # per token of an answer
     capture: float  # per token of an answer that the target reads for training, its share of the prompt included
@@ -255,7 +259,7 @@ class RunCosts:
         slots = job.slots or CPU_SLOTS
         answer = max(stored.token / speed.bandwidth, 2.0 * slots * model_size(target).active / rate)
         return RunCosts(
-            load=2 * stored.parameters / LOAD_RATE,
+            load=3 * stored.parameters / LOAD_RATE,
             start=(kmeans + fit) / rate,
             answer=(answer + ANSWER_STEP_SECONDS) / slots,
             capture=1.5 * work.target / rate if sizes.keep else 0.0,
@@ -274,7 +278,13 @@ class RunCosts:
     def without_steps(self, answered: float, seconds: float = math.inf) -> float:
         """Seconds of all but the steps in a run with these answers; evaluations take a share of `seconds` at most."""
         evaluated = min(FINISH_PASSES * HELD_SHARE * answered * self.evaluate, 1.5 * FINISH_SHARE * seconds)
-        return self.load + self.start + answered * (self.answer + self.capture) + evaluated + EXPORT_SECONDS
+        ending = evaluated + EXPORT_SECONDS + gain_seconds(seconds)
+        return self.load + self.start + answered * (self.answer + self.capture) + ending
+
+
+def gain_seconds(seconds: float) -> float:
+    """The share of a run's time in which the drafter's gain is measured at its end."""
+    return min(GAIN_SECONDS, GAIN_SHARE * seconds)
 
 
 @dataclass(frozen=True)
@@ -296,20 +306,18 @@ class Forecast:
 def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSWER_SHARE) -> str:
     """Says in one line what the time allows.
 
-    OutriderError if even an idle machine could not do enough. spent: seconds."""
-    here, idle = (Forecast.of(c, 60 * minutes - spent, share) for c in (costs, costs.idle))
-    amount = "{0.answered:.0f} tokens of answers and {0.steps} steps (one takes {1:.2g} s {2})"
+    OutriderError if it is too short to learn from, with the minutes that are needed. spent: seconds."""
+    seconds = 60 * minutes - spent
+    here = Forecast.of(costs, seconds, share)
+    allowed = f"{here.answered:.0f} tokens of answers and {here.steps} steps (one takes {costs.step:.2g} s here)"
     if here.enough:
-        return f"in {minutes:g} minutes about {amount.format(here, costs.step, 'here')}"
-    calm = amount.format(idle, costs.idle.step, "here")
-    if idle.enough:
-        return (
-            f"other processes use {1 - costs.share:.0%} of this machine: in {minutes:g} minutes about "
-            f"{amount.format(here, costs.step, 'now')}, too few to learn from; without them about {calm}"
-        )
+        return f"in {minutes:g} minutes about {allowed}"
     less = f"a drafter learns nothing from less than {min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}"
-    advice = f"try --minutes {least_minutes(costs.idle, spent, share):g}"
-    raise OutriderError(f"--minutes {minutes:g} is too short here: about {calm}, and {less}; {advice}")
+    advice = f"try --minutes {least_minutes(costs, spent, share):g}"
+    if Forecast.of(costs.idle, seconds, share).enough:
+        busy = f"other processes use {1 - costs.share:.0%} of this machine"
+        advice = f"{busy}: {advice}, or the same command when they have ended"
+    raise OutriderError(f"--minutes {minutes:g} is too short here: about {allowed}, and {less}; {advice}")
 
 
 def least_minutes(costs: RunCosts, spent: float, share: float = CPU_ANSWER_SHARE) -> float:

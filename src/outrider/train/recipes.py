@@ -83,7 +83,8 @@ def train_recipe(
             limit *= scale
         minutes = None if "steps" in keep else phase.minutes * scale
         say(f"phase {number} of {len(folders)}: {phase.name}" + ("" if minutes is None else f", {minutes:.3g} minutes"))
-        result = train(replace(phase_config, out=folder, minutes=minutes, answer_minutes=limit), say, progress)
+        settings = replace(phase_config, out=folder, minutes=minutes, answer_minutes=limit)
+        result = train(settings, say, progress, measures_gain=number == len(folders))
         if "stopped" in result or "too_few_steps" in result:
             break
         config = replace(config, init=str(folder / "drafter"), carry=(*config.carry, folder / "data.npz"))

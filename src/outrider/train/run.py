@@ -21,6 +21,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy as np
 from ..models.decoder import TextModel
 from ..models.inspect import drafter_size, model_size
 from ..prompts import read_prompts
-from ..types import bad_input, require
+from ..types import OutriderError, bad_input, require
 from ..weights.sizes import stored_size
 from . import answers, design, finish, forecast
 from .block_net import load_net, start_block
@@ -38,38 +39,73 @@ from .clock import Budget, Stop, listening
 from .config import CHANGEABLE, Say, TrainConfig
 from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import read_json, write_json
+from .gain import measure_gain
 from .net import DrafterModule, TrainNet
+from .seen_prompts import prompt_digest
 from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row, read_rows
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
 PROBE_ANSWERS = 32  # evaluated on a GPU to see how long it takes
+WORTH_KEEPING = ("answers.jsonl", "data.npz", "checkpoint.pt", "drafter")  # files of a run that has done something
 SPEND_SECONDS = 5.0  # between two notes of the time used
 
 
-def train(job: TrainConfig, say: Say = print, progress: Progress | None = None) -> Row:
-    """The whole command. Returns the final evaluation; with "stopped": the signal after which everything was saved."""
+def train(job: TrainConfig, say: Say = print, progress: Progress | None = None, *, measures_gain: bool = True) -> Row:
+    """The whole command. Returns the final evaluation; with "stopped": the signal after which everything was saved.
+    measures_gain: measure at the end what the drafter brings here."""
+    absent = [folder for folder in (job.out, *job.out.parents) if not folder.exists()]
     with bad_input(OSError, lambda error: f"--out {job.out}: {error.strerror}"):
         job.out.mkdir(parents=True, exist_ok=True)
-    before = read_json(job.out / "spent.json").get("seconds", 0.0)
+    before = set(job.out.iterdir())
+    seconds = read_json(job.out / "spent.json").get("seconds", 0.0)
     with listening() as stop:
-        run = TrainRun(job.resolved(), Budget(job.minutes, time.perf_counter() - before), stop, say, progress)
+        budget = Budget(job.minutes, time.perf_counter() - seconds)
+        run = TrainRun(job.resolved(), budget, stop, say=say, progress=progress, measures_gain=measures_gain)
         try:
-            return run.whole()
+            result = run.whole()
+        except OutriderError:
+            if not any((job.out / name).exists() for name in WORTH_KEEPING):
+                run.counts = False
+                remove_traces(job.out, before, absent)
+            raise
         finally:
             run.spend(0.0)
+    return result
+
+
+def remove_traces(out: Path, before: set[Path], absent: list[Path]) -> None:
+    """Removes the files of a run that was refused before it made anything, and folders that were not there before: the
+    next run with other settings would be refused because of them."""
+    for path in set(out.iterdir()) - before:
+        if path.is_file():
+            path.unlink()
+    for folder in absent:
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 class TrainRun:
     """One invocation of the command."""
 
-    def __init__(self, job: TrainConfig, budget: Budget, stop: Stop, say: Say, progress: Progress | None):
+    def __init__(
+        self,
+        job: TrainConfig,
+        budget: Budget,
+        stop: Stop,
+        *,
+        say: Say,
+        progress: Progress | None,
+        measures_gain: bool = True,
+    ):
         self.job = job
+        self.measures_gain = measures_gain
         self.budget = budget
         self.stop = stop
         self.say = say
         self.counts = False  # a run that was refused has spent nothing
         self.shown: Progress = progress or (lambda *_: None)
+        self.load_seconds = 0.0  # that loading the engine took: it happens again to measure the gain
         self.noted = budget.spent  # seconds, when they were last written down
 
     def progress(self, stage: str, done: float, total: float, line: str) -> None:
@@ -108,8 +144,34 @@ class TrainRun:
         require(not out.all(), f"every answer belongs to a held-out prompt: {advice}")
         data = whole.select(~out)
         aside = whole.select(out)
-        self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
-        return self.drafter(target, data, aside)
+        trained = f"training on {len(data)} answers with {data.answer_tokens} tokens"
+        self.say(f"{trained}; {len(aside)} answers to held-out prompts measure it")
+        result = self.drafter(target, data, aside)
+        del target
+        gc.collect()
+        if "stopped" not in result and "too_few_steps" not in result:
+            result |= self.gain(known, prompts)
+        return result
+
+    def gain(self, known: Described, prompts: Sequences) -> Row:
+        """The speed-up that the drafter brings here on held-out prompts."""
+        heldout = prompts.select(self.held(prompts))
+        if not self.measures_gain or not len(heldout):
+            return {}
+        self.progress("measuring the gain", 0, 1, "")
+        measured = measure_gain(
+            known,
+            self.job.out / "drafter",
+            heldout,
+            device=self.job.device,
+            max_new=self.job.max_new,
+            seconds=forecast.gain_seconds(self.budget.seconds),
+            halt=self.halted,
+        )
+        if measured is None:
+            return {}
+        self.say(measured.line())
+        return {"gain": measured.to_json()}
 
     def check_folder(self, known: Described) -> None:
         """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
@@ -161,10 +223,20 @@ class TrainRun:
             source: Row = {name: path.name for name, path in given_files.items()}
             source |= {f"{name}_sha256": file_hash(path) for name, path in given_files.items()}
             source |= {"lines": len(listed)} if apart else {}
-            write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
+            every = [*listed, *apart]
+            about = {"categories": [p.category for p in every], "digests": [prompt_digest(p) for p in every]}
+            write_json(job.out / "prompts.json", source | about)
         prompts = Sequences.load(prompts_path)
-        self.say(f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens")
+        self.say(self.prompts_line(prompts))
         return prompts
+
+    def prompts_line(self, prompts: Sequences) -> str:
+        """How many prompts there are, and why that many answers will be made."""
+        num_heldout = len(self.held(prompts))
+        num_tasks = len(self.tasks(prompts))
+        kinds = "a greedy and a sampled answer" if self.job.greedy_share < 1.0 else "an answer"
+        aside = f"{num_heldout} of them are held out to measure the drafter ({kinds} each)"
+        return f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens; {aside}: {num_tasks} answers to make"
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
@@ -194,14 +266,19 @@ class TrainRun:
             self.progress("answering", done, count, summary)
 
         self.progress("loading the engine", 0, 1, "")
-        with answers.answering_engine(known, job.device, forecast.torch_dtype(job), job.slots, longest) as engine:
+        began = time.perf_counter()
+        dtype = forecast.torch_dtype(job)
+        with answers.answering_engine(known, job.device, dtype, slots=job.slots, longest=longest) as engine:
+            self.load_seconds = time.perf_counter() - began
             ends = time.perf_counter() + min(self.answer_seconds, self.budget.left)
 
             def halt() -> bool:
                 return self.stop.asked or time.perf_counter() >= ends
 
             had = answers.read_answers(path)
-            new_answers = answers.answer_tasks(engine, prompts, tasks, job.max_new, had, report=report, halt=halt)
+            new_answers = answers.answer_tasks(
+                engine, prompts, tasks, max_new=job.max_new, had=had, report=report, halt=halt
+            )
             answers.append_answers(path, new_answers)
         self.say(f"answered {summary}")
 
@@ -337,8 +414,9 @@ class TrainRun:
     def reserve(self, model: TextModel, net: TrainNet, aside: Sequences) -> tuple[Sequences, float]:
         """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best
         evaluation they stay the same: scores of others could not be compared with it."""
+        ending = forecast.EXPORT_SECONDS + forecast.gain_seconds(self.budget.seconds) + self.load_seconds
         if not len(aside):
-            return aside, forecast.EXPORT_SECONDS
+            return aside, ending
         path = self.job.out / "judged.json"
         count = len(aside)
         token = 0.0
@@ -359,7 +437,7 @@ class TrainRun:
             count = read_json(path).get("answers") or count
         write_json(path, {"answers": count})
         chosen = aside.select(some_of_each_kind(aside.greedy, count))
-        return chosen, 1.5 * token * chosen.answer_tokens + forecast.EXPORT_SECONDS
+        return chosen, 1.5 * token * chosen.answer_tokens + ending
 
 
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:

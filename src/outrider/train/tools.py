@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,27 +23,46 @@ from .answers import Task, answer_tasks, answering_engine, as_sequences
 from .block_net import drafter_config, load_net
 from .config import CPU_SLOTS, GPU_SLOTS, EvalConfig, Say
 from .data import Sequences
-from .evaluate import Judge, best_k, summary
+from .evaluate import Judge, Judged, best_k, cycle_costs, summary
 from .export import LAYOUTS, Json, block_dict, read_json, write_folder
 from .net import DrafterModule
+from .seen_prompts import Overlap, training_overlap
 from .target import Described, describe, encode, open_target
 from .trainer import Row
 
+USUAL_CONTEXT = 256  # tokens before those of a cycle whose cost is looked up
 
-def answers(known: Described, prompts: list[Prompt], asked: EvalConfig, drafter: str = "none") -> Sequences:
-    """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without
-    it. Each has its prompt's line as its seed."""
-    config = known.config
-    max_new = asked.max_tokens
-    most = max(1, config.max_context - max_new)
-    encoded = encode(prompts, known.text, config.vocab_size, max_tokens=most, chat=not asked.raw)
-    tasks = [Task(i, 0, asked.temperature, int(encoded.index[i])) for i in range(len(encoded))]
-    many, helper = (GPU_SLOTS, "none") if asked.device.startswith("cuda") else (CPU_SLOTS, drafter)
-    slots = min(many, len(encoded))
+
+@dataclass(frozen=True)
+class TargetAnswers:
+    """The target's own answers."""
+
+    sequences: Sequences
+    cycle_seconds: list[float] | None  # measured, by K; None: on a GPU, where answers are made without the drafter
+
+
+def answers(known: Described, prompts: list[Prompt], config: EvalConfig, drafter: str = "none") -> TargetAnswers:
+    """Answers prompts with the engine: on a CPU with the drafter's help, on a GPU many at a time without it. Each
+    answer has its prompt's line as its seed."""
+    target = known.config
+    max_new = config.max_tokens
+    most = max(1, target.max_context - max_new)
+    encoded = encode(prompts, known.text, target.vocab_size, max_tokens=most, chat=not config.raw)
+    tasks = [
+        Task(prompt=i, draw=0, temperature=config.temperature, seed=int(encoded.index[i])) for i in range(len(encoded))
+    ]
+    cuda = config.device.startswith("cuda")
+    slots = min(GPU_SLOTS if cuda else CPU_SLOTS, len(encoded))
+    helper = "none" if cuda else drafter
     longest = int(encoded.lengths.max()) + max_new
-    with answering_engine(known, asked.device, getattr(torch, asked.dtype), slots, longest, helper) as engine:
+    seconds = None
+    dtype = getattr(torch, config.dtype)
+    with answering_engine(known, config.device, dtype, slots=slots, longest=longest, drafter=helper) as engine:
+        if helper != "none":
+            controller = engine.controller
+            seconds = list(controller.cost.curve(controller.drafters[0], batch=1, context=USUAL_CONTEXT))
         recorded = list(answer_tasks(engine, encoded, tasks, max_new))
-    return as_sequences(encoded, recorded, config.vocab_size)
+    return TargetAnswers(as_sequences(encoded, recorded, target.vocab_size), seconds)
 
 
 def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = False, say: Say = print) -> Row:
@@ -55,8 +74,10 @@ def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = 
     listed = [every[int(i * len(every) / count)] for i in range(count)]
     known = describe(model)
     drafter_config(drafter, known.config)  # refused before long work
+    files = hub.resolve(drafter, kind="drafter")
     began = time.perf_counter()
-    data = answers(known, listed, config, drafter)
+    answered = answers(known, listed, config, drafter)
+    data = answered.sequences
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
     target = open_target(known, config.device, getattr(torch, config.dtype))
     net = load_net(drafter, target)
@@ -68,13 +89,36 @@ def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = 
     judged = Judge(target.model, net, full=False).drafts(data, temperature=config.temperature, weigh=card)
     categories = [listed[i].category for i in data.index]
     result = summary(judged.right, categories, MAX_DRAFT)
+    result |= overlap_report(training_overlap(Path(files.path), listed, config.prompts), judged, data)
     if card:
-        files = hub.resolve(drafter, kind="drafter")
         profile = acceptance.measure(judged.runs(), fingerprint(files))
         say(f"{acceptance.write(Path(files.path), profile)}: {profile.judged} tokens judged")
     share = drafter_size(net.config).step / model_size(target.config).active
-    fastest = best_k(result["tokens_per_cycle"], share, once=getattr(net.config, "kind", "mtp") == "dflash")
-    return {**result, "draft_step_share": round(share, 4), "best_k": fastest}
+    costs = answered.cycle_seconds
+    measured = costs is not None
+    if costs is None:
+        costs = cycle_costs(share, once=getattr(net.config, "kind", "mtp") == "dflash")
+    fastest = best_k(result["tokens_per_cycle"], costs)
+    tokens = result["tokens_per_cycle"].get(fastest, 1.0)
+    return {
+        **result,
+        "draft_step_share": round(share, 4),
+        "best_k": fastest,
+        "predicted_speedup": round(tokens * costs[0] / costs[fastest], 3),
+        "costs_measured": measured,
+    }
+
+
+def overlap_report(overlap: Overlap, judged: Judged, data: Sequences) -> Row:
+    """How many prompts the drafter was trained on, and the figures on the others if there are both."""
+    report: Row = {"trained_on": overlap.count, "same_file": overlap.same_file}
+    if overlap.trained_on is None:
+        return report
+    unseen = [right for right, line in zip(judged.right, data.index, strict=True) if not overlap.trained_on[line]]
+    if 0 < len(unseen) < len(data):
+        figures = summary(unseen, ["all"] * len(unseen), MAX_DRAFT)
+        report["unseen"] = {name: figures[name] for name in ("tokens_per_cycle", "answers", "tokens")}
+    return report
 
 
 def export_drafter(drafter: str, to: Path, layout: str) -> Json:

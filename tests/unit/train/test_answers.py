@@ -190,6 +190,6 @@ def test_an_answering_engine_takes_a_third_of_the_free_memory(monkeypatch: pytes
         answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4)
     )  # 12 sequences in a third
     for slots in (64, 5):
-        with answers.answering_engine(known, "cpu", torch.float32, slots, 100):
+        with answers.answering_engine(known, "cpu", torch.float32, slots=slots, longest=100):
             pass
     assert [s.engine.max_batch for s in asked] == [12, 5]

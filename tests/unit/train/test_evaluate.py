@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.train.evaluate import best_k, summary, walk
+from outrider.train.evaluate import best_k, cycle_costs, summary, walk
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -36,5 +36,14 @@ def test_summary_weighs_tokens_and_categories() -> None:
 
 def test_dear_drafts_mean_short_drafts() -> None:
     per = {k: 1 + sum(0.7**i for i in range(1, k + 1)) for k in range(1, 17)}
-    ks = [best_k(per, cost) for cost in (0.0, 0.05, 0.2, 1.0)]
+    ks = [best_k(per, cycle_costs(cost)) for cost in (0.0, 0.05, 0.2, 0.6)]
     assert ks == sorted(ks, reverse=True) and ks[0] > ks[-1] == 1
+
+
+def test_plain_decoding_is_one_of_the_choices() -> None:
+    """A drafter that is never right, or a machine on which rows are dear, was told to draft one token."""
+    per = {k: 1 + sum(0.5**i for i in range(1, k + 1)) for k in range(1, 17)}
+    assert best_k(per, cycle_costs(0.6)) == 0
+    assert best_k(dict.fromkeys(per, 1.0), cycle_costs(0.0)) == 0
+    measured = [1.0, 1.1, 1.2, 1.9, *(2.0 + k for k in range(13))]  # three rows are nearly free, four are not
+    assert best_k({k: 1 + sum(0.8**i for i in range(1, k + 1)) for k in range(1, 17)}, measured) == 2

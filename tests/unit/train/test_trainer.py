@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_judges_the_answers_it_judged_before(
 
     def judged(minutes: float | None) -> list[int]:
         job = TrainConfig("", tmp_path, tmp_path, minutes=minutes)
-        run = TrainRun(job, Budget(minutes, 0.0), Stop(), lambda _: None, None)
+        run = TrainRun(job, Budget(minutes, 0.0), Stop(), say=lambda _: None, progress=None)
         return [int(i) for i in run.reserve(seen, train.net, train.data)[0].index]
 
     few = judged(1e-12)

@@ -1,0 +1,116 @@
+"""Measures what a new drafter brings on this machine: held-out prompts, plainly and with drafts, in turn."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import EngineConfig, LoadSettings
+from ..llm import LLM
+from ..types import SamplingParams
+from .answers import ADAPTER
+from .clock import Halt
+from .data import Sequences
+from .target import Described
+
+FEWEST_PAIRS = 2  # prompts that are measured even if they take longer
+WARM_TOKENS = 8
+USEFUL = 1.1  # speed-up from which a drafter is worth using
+WORTHLESS = 1.02  # up to which it is not: timings of one machine differ by as much
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Decoding speeds over the same prompts."""
+
+    prompts: int
+    tokens: int  # of each side
+    plain_seconds: float
+    drafting_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_seconds / self.drafting_seconds
+
+    @property
+    def verdict(self) -> str:
+        """What to do with the drafter."""
+        if self.speedup >= USEFUL:
+            return "use it"
+        if self.speedup > WORTHLESS:
+            return "hardly faster: more prompts and more minutes are needed"
+        return "do not use it: plain decoding is as fast here; more prompts and more minutes are needed"
+
+    def line(self) -> str:
+        plain = self.tokens / self.plain_seconds
+        drafting = self.tokens / self.drafting_seconds
+        over = f"{self.prompts} held-out prompts, {self.tokens} tokens: {plain:.1f} tokens per second plain"
+        return f"measured here on {over}, {drafting:.1f} drafting, {self.speedup:.2f} × plain: {self.verdict}"
+
+    def to_json(self) -> dict[str, float | str]:
+        return {
+            "speedup": round(self.speedup, 3),
+            "plain_tps": round(self.tokens / self.plain_seconds, 2),
+            "drafting_tps": round(self.tokens / self.drafting_seconds, 2),
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "verdict": self.verdict,
+        }
+
+
+def measure_gain(
+    known: Described, drafter: Path, prompts: Sequences, *, device: str, max_new: int, seconds: float, halt: Halt
+) -> Gain | None:
+    """Greedy answers to held-out prompts; None if none of them is long enough to be timed. The drafter's K is chosen by
+    the controller, as in `outrider serve`."""
+    longest = int(prompts.lengths.max()) + max_new
+    page = EngineConfig().page_size
+    settings = LoadSettings(
+        drafter=str(drafter),
+        device=device,
+        engine=EngineConfig(max_batch=1, max_context=longest + 1 + page, prefix_cache=False),
+        adapters={} if known.adapter is None else {ADAPTER: known.adapter},
+        vision=False,
+        audio=False,
+    )
+    llm = LLM.load(known.name, settings, say=lambda _: None)
+    if known.adapter is not None:
+        llm.adapter = ADAPTER
+    pairs = list(timed_pairs(llm, prompts, max_new=max_new, seconds=seconds, halt=halt))
+    del llm
+    gc.collect()
+    plain_seconds = sum(pair.plain_seconds for pair in pairs)
+    drafting_seconds = sum(pair.drafting_seconds for pair in pairs)
+    if not plain_seconds or not drafting_seconds:
+        return None
+    return Gain(
+        prompts=len(pairs),
+        tokens=sum(pair.tokens for pair in pairs),
+        plain_seconds=plain_seconds,
+        drafting_seconds=drafting_seconds,
+    )
+
+
+def timed_pairs(llm: LLM, prompts: Sequences, *, max_new: int, seconds: float, halt: Halt) -> Iterator[Gain]:
+    """Each prompt plainly and with drafts; the side that begins changes, so a load that grows meets both alike."""
+    warm = prompts[0].tolist()
+    for drafts in (False, True):
+        llm.generate(warm, SamplingParams(max_tokens=WARM_TOKENS), drafter=drafts)
+    ends = time.perf_counter() + seconds
+    for number in range(len(prompts)):
+        if halt() or (number >= FEWEST_PAIRS and time.perf_counter() >= ends):
+            return
+        ids = prompts[number].tolist()
+        spent: dict[bool, float] = {}
+        tokens = 0
+        for drafts in (False, True) if number % 2 == 0 else (True, False):
+            stats = llm.generate(ids, SamplingParams(max_tokens=max_new), drafter=drafts)[0].stats
+            tokens = stats.new_tokens
+            # seconds per token after the first cycle, for as many tokens on both sides
+            later = stats.new_tokens - stats.first_emitted
+            spent[drafts] = stats.decode_s / later * tokens if later > 0 else 0.0
+        if all(spent.values()):
+            yield Gain(prompts=1, tokens=tokens, plain_seconds=spent[False], drafting_seconds=spent[True])
