@@ -38,6 +38,10 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--mute-audio",
+    # a microphone that beeps, and is allowed
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
 ]
 STORY = (
     "A fox lived at the edge of the wood and could not count. One evening she found three eggs, and then she "

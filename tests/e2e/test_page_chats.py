@@ -323,13 +323,13 @@ def test_conversations_of_earlier_versions_are_taken_over(page: Any) -> None:
 
 
 def test_images_are_attached_where_the_model_sees(page: Any, site: Served) -> None:
-    assert page.is_hidden("#attach")  # this server's model does not see
+    assert page.is_hidden("#attach") and page.is_hidden("#record")  # this server's model neither sees nor hears
     page.route("**/props", lambda route: route.fulfill(json={"modalities": {"vision": True}}))
     page.reload()
     expect(page.locator("#attach")).to_be_visible()
     png = io.BytesIO()
     Image.new("RGB", (3000, 1500), (200, 30, 30)).save(png, "PNG")
-    page.set_input_files("#image-file", {"name": "red.png", "mimeType": "image/png", "buffer": png.getvalue()})
+    page.set_input_files("#media-file", {"name": "red.png", "mimeType": "image/png", "buffer": png.getvalue()})
     expect(page.get_by_alt_text("red.png")).to_be_visible()
     give = """([how, bytes]) => {
         const data = new DataTransfer(), raw = Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0));
@@ -342,7 +342,7 @@ def test_images_are_attached_where_the_model_sees(page: Any, site: Served) -> No
         page.evaluate(give, [how, base64.b64encode(png.getvalue()).decode()])
         expect(page.get_by_alt_text(f"{how}.png")).to_be_visible()
     page.get_by_label("Remove paste.png").click()
-    page.set_input_files("#image-file", {"name": "no.png", "mimeType": "image/png", "buffer": b"no image"})
+    page.set_input_files("#media-file", {"name": "no.png", "mimeType": "image/png", "buffer": b"no image"})
     expect(page.locator("#error-text")).to_contain_text("no.png is no image")
     bodies: list[Any] = []
     page.on(
@@ -355,4 +355,4 @@ def test_images_are_attached_where_the_model_sees(page: Any, site: Served) -> No
     assert text == {"type": "text", "text": "What is this?"} and [part["type"] for part in images] == ["image_url"] * 2
     sent = Image.open(io.BytesIO(base64.b64decode(images[0]["image_url"]["url"].partition(",")[2])))
     assert sent.size == (1024, 512)  # made small enough to send and to keep
-    assert page.locator(".message.user .images img").count() == 2 and page.is_hidden("#thumbs")
+    assert page.locator(".message.user .media img").count() == 2 and page.is_hidden("#thumbs")

@@ -37,7 +37,10 @@ USUAL_HEADERS = b"authorization, content-type, x-api-key"
 SLASHES = re.compile("/{2,}")
 # characters of a path that may be logged: never a client's text
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
-POLICY = b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+POLICY = (
+    b"default-src 'self'; img-src 'self' data:; media-src data:; "
+    b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

@@ -43,7 +43,7 @@ const race = new Race(shared),
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
-  if (!text && !attachments.images.length) return;
+  if (!text && !attachments.media.length) return;
   $("prompt").value = "";
   grow($("prompt"));
   sessionStorage.removeItem("outrider.draft");
@@ -113,7 +113,7 @@ async function start() {
   try {
     settings.offer(await readModels());
     chat.resume();
-    attachments.allow(Boolean((await readProps()).modalities?.vision));
+    attachments.allow((await readProps()).modalities ?? {});
     panel.draw();
     figures.poll();
   } catch (error) {

@@ -1,9 +1,26 @@
-// Images that go with a message, where the model sees: chosen, pasted or dropped, made small enough to send and to
-// keep.
+// Images and clips of sound that go with a message, where the model takes them: chosen, pasted, dropped or recorded,
+// made small enough to send and to keep.
 import { $, make, removable } from "./dom.js";
+import { Recorder, isSound, soundUrl } from "./sound.js";
 
-const SIDE = 1024,
-  MOST = 8; // pixels of the longer side; images per message
+const SIDE = 1024, // pixels of the longer side
+  MAX_FILES = 8; // per message
+
+// An image or a player.
+export const mediaNode = ({ url, name }) =>
+  isSound(url)
+    ? make("audio", { src: url, controls: true, "aria-label": name || "Attached sound" })
+    : make("img", { src: url, alt: name || "Attached image" });
+
+// What is sent: images stand before the text, sound behind it, as Google recommends.
+export function contentParts(text, media) {
+  const images = media.filter(({ url }) => !isSound(url)).map(({ url }) => ({ type: "image_url", image_url: { url } })),
+    clips = media.filter(({ url }) => isSound(url)).map(({ url }) => ({
+      type: "input_audio",
+      input_audio: { data: url.slice(url.indexOf(",") + 1), format: "wav" },
+    }));
+  return [...images, ...(text ? [{ type: "text", text }] : []), ...clips];
+}
 
 // A data URL of the image; scaled down and, if it was scaled, encoded anew.
 async function shrink(file) {
@@ -26,24 +43,27 @@ async function shrink(file) {
 export class Attachments {
   constructor({ tell }) {
     this.tell = tell;
-    this.images = [];
-    this.allowed = false;
-    $("attach").addEventListener("click", () => $("image-file").click());
-    $("image-file").addEventListener("change", async () => {
-      await this.take($("image-file").files);
-      $("image-file").value = "";
+    this.media = [];
+    this.kinds = []; // "image", "audio": those that the model takes
+    this.recorder = new Recorder({ take: (files) => this.take(files), tell });
+    $("attach").addEventListener("click", () => $("media-file").click());
+    $("media-file").addEventListener("change", async () => {
+      await this.take($("media-file").files);
+      $("media-file").value = "";
     });
     $("prompt").addEventListener("paste", (event) => {
-      const files = [...event.clipboardData.files].filter((f) => f.type.startsWith("image/"));
-      if (this.allowed && files.length) {
+      const files = [...event.clipboardData.files].filter((file) =>
+        this.kinds.some((kind) => file.type.startsWith(`${kind}/`)),
+      );
+      if (files.length) {
         event.preventDefault();
         this.take(files);
       }
     });
     const view = $("view-chat"),
-      images = (event) => this.allowed && [...event.dataTransfer.items].some((i) => i.kind === "file");
+      files = (event) => this.kinds.length && [...event.dataTransfer.items].some((i) => i.kind === "file");
     view.addEventListener("dragover", (event) => {
-      if (images(event)) {
+      if (files(event)) {
         event.preventDefault();
         view.classList.add("dropping");
       }
@@ -53,28 +73,40 @@ export class Attachments {
     });
     view.addEventListener("drop", (event) => {
       view.classList.remove("dropping");
-      if (images(event)) {
+      if (files(event)) {
         event.preventDefault();
         this.take(event.dataTransfer.files);
       }
     });
-    document.addEventListener("images", ({ detail }) => {
-      this.images.push(...detail);
+    document.addEventListener("media", ({ detail }) => {
+      this.media.push(...detail);
       this.draw();
     }); // given back by the queue
   }
-  allow(yes) {
-    this.allowed = yes;
-    $("attach").hidden = !yes;
+  allow({ vision, audio }) {
+    this.kinds = [...(vision ? ["image"] : []), ...(audio ? ["audio"] : [])];
+    const words = { image: "images", audio: "sound" },
+      hint = `Attach ${this.kinds.map((kind) => words[kind]).join(" or ")}`;
+    $("attach").hidden = !this.kinds.length;
+    $("attach").title = hint;
+    $("attach").setAttribute("aria-label", hint);
+    $("media-file").accept = this.kinds.map((kind) => `${kind}/*`).join();
+    this.recorder.allow(audio);
+  }
+  // A file that says no kind is taken for what the model takes first.
+  url(file) {
+    const kind = this.kinds.find((k) => file.type.startsWith(`${k}/`)) ?? this.kinds[0];
+    return kind === "audio" ? soundUrl(file) : shrink(file);
   }
   async take(files) {
     for (const file of files) {
-      if (this.images.length >= MOST) {
-        this.tell(new Error(`At most ${MOST} images go with a message.`));
+      if (this.media.length >= MAX_FILES) {
+        this.tell(new Error(`At most ${MAX_FILES} files go with a message.`));
         break;
       }
       try {
-        this.images.push({ name: file.name, url: await shrink(file) });
+        const url = await this.url(file);
+        this.media.push({ name: file.name, url });
       } catch (error) {
         this.tell(error);
       }
@@ -83,23 +115,19 @@ export class Attachments {
     $("prompt").focus();
   }
   release() {
-    const { images } = this;
-    this.images = [];
+    const { media } = this;
+    this.media = [];
     this.draw();
-    return images;
+    return media;
   }
   draw() {
-    $("thumbs").hidden = !this.images.length;
+    $("thumbs").hidden = !this.media.length;
     $("thumbs").replaceChildren(
-      ...this.images.map((image) =>
-        removable(
-          make("img", { src: image.url, alt: image.name || "Attached image" }),
-          `Remove ${image.name || "the image"}`,
-          () => {
-            this.images = this.images.filter((i) => i !== image);
-            this.draw();
-          },
-        ),
+      ...this.media.map((item) =>
+        removable(mediaNode(item), `Remove ${item.name || "the image"}`, () => {
+          this.media = this.media.filter((other) => other !== item);
+          this.draw();
+        }),
       ),
     );
   }

@@ -3,6 +3,7 @@
 import { $, make, atEnd, keepEnd } from "./dom.js";
 import { ApiError, streamChat } from "./api.js";
 import { Meter } from "./drafting.js";
+import { contentParts } from "./attach.js";
 import { Bubble } from "./message.js";
 import { Queue } from "./queue.js";
 import { WINDOW } from "./store.js";
@@ -87,7 +88,7 @@ export class Chat {
     if (this.running || this.elsewhere(this.conversation?.path.at(-1))) return;
     if (this.log.querySelector(".running")) this.draw();
     const next = this.queue.next();
-    if (next) this.ask(next.text, next.images);
+    if (next) this.ask(next.text, next.media);
   }
 
   // Another window changed this conversation.
@@ -165,14 +166,14 @@ export class Chat {
       return {
         edit: busy((text) => {
           this.branch(message.parent);
-          this.ask(text, message.images);
+          this.ask(text, message.media);
         }),
         retry:
           message.refused === undefined
             ? null
             : busy(() => {
                 this.remove(message);
-                this.ask(message.content, message.images);
+                this.ask(message.content, message.media);
               }),
         remove: busy(() => this.remove(message)),
       };
@@ -230,12 +231,12 @@ export class Chat {
   }
 
   // ---- asking. While an answer streams, a message waits for its end.
-  ask(text, images = []) {
+  ask(text, media = []) {
     if (this.running || this.elsewhere(this.conversation.path.at(-1))) {
-      this.queue.add({ text, images });
+      this.queue.add({ text, media });
       return;
     }
-    const question = this.add({ role: "user", content: text, ...(images.length ? { images } : {}) });
+    const question = this.add({ role: "user", content: text, ...(media.length ? { media } : {}) });
     this.keep(question.message);
     this.answer();
   }
@@ -256,16 +257,8 @@ export class Chat {
       );
     const turns = path
       .slice(first)
-      .filter((m) => !m.refused && (m.content || m.images))
-      .map(({ role, content, images }) => ({
-        role,
-        content: images
-          ? [
-              ...images.map(({ url }) => ({ type: "image_url", image_url: { url } })),
-              ...(content ? [{ type: "text", text: content }] : []),
-            ]
-          : content,
-      }));
+      .filter((m) => !m.refused && (m.content || m.media))
+      .map(({ role, content, media }) => ({ role, content: media ? contentParts(content, media) : content }));
     return system.trim() ? [{ role: "system", content: system.trim() }, ...turns] : turns;
   }
   // Leave out the oldest turn. False when only the newest question is left.

@@ -1,5 +1,6 @@
-// One message on the page: a bubble with its text, its images, its state and its buttons.
+// One message on the page: a bubble with its text, its images and clips, its state and its buttons.
 import { make, copy, grow, growing, smallButton } from "./dom.js";
+import { mediaNode } from "./attach.js";
 import { Document } from "./markdown.js";
 import { Marks } from "./marks.js";
 
@@ -17,10 +18,8 @@ export class Bubble {
       this.body,
     );
     if (mine) {
-      const images = (message.images ?? []).map(({ url, name }) =>
-        make("img", { src: url, alt: name || "Attached image" }),
-      );
-      this.body.append(...(images.length ? [make("div", { className: "images" }, ...images)] : []), message.content);
+      const media = (message.media ?? []).map(mediaNode);
+      this.body.append(...(media.length ? [make("div", { className: "media" }, ...media)] : []), message.content);
     } else {
       this.marks = new Marks(message.marks ?? "");
       this.offset = message.marks ? 0 : -1;

@@ -25,7 +25,7 @@ export class Queue {
     if (!this.items.length) return;
     const field = $("prompt");
     field.value = [...this.items.map((i) => i.text), field.value].filter(Boolean).join("\n\n");
-    document.dispatchEvent(new CustomEvent("images", { detail: this.items.flatMap((i) => i.images) }));
+    document.dispatchEvent(new CustomEvent("media", { detail: this.items.flatMap((i) => i.media) }));
     this.items = [];
     grow(field);
     this.draw();
@@ -34,12 +34,12 @@ export class Queue {
     try {
       sessionStorage.setItem("outrider.queue", JSON.stringify(this.items));
     } catch {
-      /* large images: only this page knows them */
+      /* large files: only this page knows them */
     }
     $("queue").hidden = !this.items.length;
     $("queue").replaceChildren(
       ...this.items.map((item) =>
-        removable(make("span", {}, item.text || "An image"), `Do not send: ${item.text || "an image"}`, () => {
+        removable(make("span", {}, item.text || "A file"), `Do not send: ${item.text || "a file"}`, () => {
           this.items = this.items.filter((i) => i !== item);
           this.draw();
         }),

@@ -83,7 +83,7 @@ export class Conversation {
   keepHead() {
     this.updated = Date.now();
     const first = [...this.messages.values()].find((m) => m.role === "user");
-    this.title ||= first?.content.trim().slice(0, 60) || (first?.images ? "Image" : "");
+    this.title ||= first?.content.trim().slice(0, 60) || (first?.media ? "Attachment" : "");
     const { id, title, system, updated, leaf, from } = this;
     return write(headKey(id), { id, title, system, updated, leaf, from }, id);
   }
@@ -101,11 +101,17 @@ export class Conversation {
   }
 }
 
+// Earlier versions kept images only, under that name.
+function withMedia({ images, ...message }) {
+  return images && !message.media ? { ...message, media: images } : message;
+}
+
 function messagesOf(id) {
   const found = Object.keys(localStorage)
     .filter((k) => k.startsWith(`${PREFIX}${id}/`))
     .map(read)
-    .filter((m) => m?.id && typeof m.content === "string");
+    .filter((m) => m?.id && typeof m.content === "string")
+    .map(withMedia);
   return new Map(found.sort((a, b) => (a.id < b.id ? -1 : 1)).map((m) => [m.id, m]));
 }
 
@@ -194,11 +200,12 @@ export const exported = () =>
   );
 
 // Of a message in a file what we know, and only as we write it.
-function clean({ id, parent, role, content, reasoning, marks, note, refused, images }) {
+function clean(message) {
+  const { id, parent, role, content, reasoning, marks, note, refused, media } = withMedia(message);
   if (!/^\w{1,40}$/.test(id) || !["user", "assistant"].includes(role) || typeof content !== "string") return null;
   const texts = Object.entries({ reasoning, note, refused }).filter(([, value]) => typeof value === "string");
-  const shown = (Array.isArray(images) ? images : [])
-    .filter((i) => typeof i?.url === "string" && i.url.startsWith("data:image/"))
+  const shown = (Array.isArray(media) ? media : [])
+    .filter((i) => typeof i?.url === "string" && /^data:(?:image|audio)\//.test(i.url))
     .map(({ name, url }) => ({ name: String(name ?? ""), url }));
   return {
     id,
@@ -208,7 +215,7 @@ function clean({ id, parent, role, content, reasoning, marks, note, refused, ima
     ...Object.fromEntries(texts),
     done: true,
     ...(/^(?:\d{1,6}[acbp])+$/.test(marks) ? { marks } : {}),
-    ...(shown.length ? { images: shown } : {}),
+    ...(shown.length ? { media: shown } : {}),
   };
 }
 
