@@ -461,6 +461,7 @@ def test_paths_stay_private() -> None:
 
         adapters = None
         vision = "no images"
+        audio = "no sound"
 
         class config:
             vocab_size = VOCAB

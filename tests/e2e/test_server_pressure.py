@@ -96,7 +96,7 @@ def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
         desk = lanes(1, 10)
         done = threading.Event()
         long = asyncio.create_task(desk["long"].run("a", lambda: done.wait(PATIENCE)))
-        seeing = [asyncio.create_task(desk["images"].run(c, lambda: done.wait(PATIENCE))) for c in "abcdefghij"]
+        seeing = [asyncio.create_task(desk["media"].run(c, lambda: done.wait(PATIENCE))) for c in "abcdefghij"]
         await asyncio.sleep(0)
         assert await desk["short"].run("b", lambda: 7) == 7 and not long.done() and not any(t.done() for t in seeing)
         done.set()

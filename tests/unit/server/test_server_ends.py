@@ -135,7 +135,7 @@ def test_a_trial_ends_with_its_connection() -> None:
             compiler: Any = None
             sandbox = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1)
             sandbox._try = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
-            sandbox.answer(GrammarSource("regex", "a", "x"), its.fileno())
+            sandbox.answer(GrammarSource("regex", "a", "x"), its.fileno(), yielding=True)
         finally:
             os._exit(1)
     os.close(its_life)
