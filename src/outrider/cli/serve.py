@@ -59,7 +59,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         from ..server.main import address, listen
         from ..server.main import serve as run
         from ..server.model_info import ServedModel
-        from ..server.model_pool import LoadedModel, ModelPool, read_names
+        from ..server.model_pool import ModelPool, read_names
     from ..ops import place
 
     listed = read_names(asked.models)
@@ -94,7 +94,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         served = ModelPool.listed(
             listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
         )
-        served.first.take(LoadedModel(served.first.name, served.first.load(), settings))
+        served.load_first()
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")
     names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *others))

@@ -135,6 +135,15 @@ class Engine:
             log.warning("not batch-invariant beyond %d sequences: outputs may vary with the batch", most)
 
     @property
+    def background(self) -> frozenset[str]:
+        """Clients that give way to others, where rows are dear."""
+        return self.scheduler.background
+
+    @background.setter
+    def background(self, clients: frozenset[str]) -> None:
+        self.scheduler.background = clients
+
+    @property
     def controller(self) -> Controller:
         return self.policy.controller
 

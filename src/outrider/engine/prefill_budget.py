@@ -70,9 +70,19 @@ class PrefillBudget:
             return self.with_decodes, True
         return max(self.chunk + self.chunk // 4, crowd), False  # a quarter: short prompts ride along with a long one
 
-    def charge(self, rows: int, others: int) -> int:
-        """Rows charged to a client for its prompt next to `others`' streams: on a CPU it has the time of one."""
-        return rows * min(others, CLIENTS) if self._few else 0
+    @property
+    def rows_are_dear(self) -> bool:
+        """True on a CPU: each row, of a prompt or of a sequence that decodes, makes a step longer."""
+        return self._few > 0
+
+    def charge(self, rows: int, num_streaming: int, num_prompting: int) -> float:
+        """Steps without its prompts that a client owes for these rows, next to other clients' streams. On a CPU the
+        prompts of all clients (`num_prompting`) together have as much time as one stream."""
+        if not self.rows_are_dear:
+            return 0.0
+        measured = self._row > 0.0 and self._plain > 0.0
+        steps = rows * self._row / self._plain if measured else rows / self.with_decodes
+        return steps * min(num_streaming, CLIENTS) * num_prompting
 
     def observe(self, rows: int, seconds: float) -> None:
         """Report the time of a step with this many prompt rows (with padding). An outlier counts little."""

@@ -2,8 +2,9 @@
 
 A step holds the decode rows of every running sequence and prompt chunks up to a budget, so a long prompt delays
 streams little. An image that may not be split exceeds it; overspending is repaid from later steps' budgets, as are a
-client's prompts next to streams of others (`PrefillBudget.charge`). When pages run out a paused sequence is preempted,
-else the youngest: it waits at the head of the queue, and its K/V is recomputed with the same bits.
+client's prompts next to streams of others (`PrefillBudget.charge`). Where rows are dear, clients in the background have
+a part in every fourth step while others run. When pages run out a paused sequence is preempted, else the youngest: it
+waits at the head of the queue, and its K/V is recomputed with the same bits.
 
 `schedule` may be called again before its plan runs: admissions, reserved pages and preemptions stay, everything that
 would count twice is booked by `commit_plan` alone.
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .draft_policy import DraftPolicy
 
 DONE = object()
+BACKGROUND_EVERY = 4  # steps
+NOBODY: frozenset[str] = frozenset()
 
 
 class BlockedRequest(NamedTuple):
@@ -57,6 +60,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
+        self.background = NOBODY  # clients that give way to others; replaced, never changed
+        self._background_skips = 0
         self._blocked: BlockedRequest | None = None
         self._debt = PrefillDebt()
 
@@ -78,8 +83,11 @@ class Scheduler:
         preemptions = self.preemptions
         if self.waiting:
             self._admit()
+        absent = self._absent()
         ready: list[Sequence] = []
         for seq in self.running:
+            if seq.request.client in absent:
+                continue
             size = len(seq.tokens)
             ahead = seq.num_inflight_tokens
             # the step in flight may end it or fill its context: it is not planned until that is known
@@ -94,9 +102,9 @@ class Scheduler:
                     self._decode(batch, seq, plan)
         debt = self._debt
         if debt.overdrawn or debt.charged:
-            debt = debt.repaid(self.prefill.with_decodes if ready else 1 << 30)
+            debt = debt.repaid(self.prefill.with_decodes) if ready else PrefillDebt()
         if len(ready) < len(self.running):
-            debt = self._prompts(batch, ready, debt)
+            debt = self._prompts(batch, ready, debt, absent)
         if self.preemptions != preemptions:
             live = {id(seq) for seq in self.running}
             batch.prompts = [item for item in batch.prompts if id(item.seq) in live]
@@ -105,11 +113,12 @@ class Scheduler:
             if item.plan.stop or item.plan.drop:
                 batch.trust = self.draft_policy.trust(batch.decode)
                 break
-        return StepPlan(batch, cycle, debt)
+        return StepPlan(batch, cycle, debt, self._background_skips + 1 if absent else 0)
 
     def commit_plan(self, plan: StepPlan) -> None:
         """Book a plan that is about to run."""
         self._debt = plan.debt
+        self._background_skips = plan.background_skips
         if plan.cycle is not None:
             self.draft_policy.commit(plan.cycle)
 
@@ -117,6 +126,13 @@ class Scheduler:
     def busy(self) -> bool:
         """Another step can make progress: paused sequences wait for a command, and give way to those that do not."""
         return any(not seq.paused for seq in self.running) or any(not seq.paused for seq in self.waiting)
+
+    def _absent(self) -> frozenset[str]:
+        """Clients without a part in the next step. Any step that has none of them has a sequence of another client."""
+        if not self.background or not self.prefill.rows_are_dear or self._background_skips >= BACKGROUND_EVERY - 1:
+            return NOBODY
+        clients = {seq.request.client for seq in self.running if not seq.paused}
+        return self.background & clients if clients - self.background else NOBODY
 
     def _decode(self, batch: StepBatch, seq: Sequence, plan: DraftPlan) -> None:
         """Schedule a decoding sequence if pages can be reserved."""
@@ -129,14 +145,17 @@ class Scheduler:
             host_draft = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
         batch.decode.append(DecodeRow(seq, slot, size - 1, plan, host_draft))
 
-    def _prompts(self, batch: StepBatch, decoding: list[Sequence], debt: PrefillDebt) -> PrefillDebt:
+    def _prompts(
+        self, batch: StepBatch, decoding: list[Sequence], debt: PrefillDebt, absent: frozenset[str]
+    ) -> PrefillDebt:
         """Schedule prompt chunks within the budget. Returns the debt after them."""
         overdrawn = debt.overdrawn
         charged = dict(debt.charged)
-        budget, beside = self.prefill.tokens(len(decoding), sum(s.computed < len(s.tokens) - 1 for s in self.running))
-        streaming = {seq.request.client for seq in decoding}
+        prompts = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in absent]
+        budget, beside = self.prefill.tokens(len(decoding), len(prompts))
+        streaming = {s.request.client for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused}
         half = budget // 2
-        waiting = self._by_turn(debt) if beside else list(self.running)
+        waiting = self._by_turn(prompts, debt) if beside else prompts
         for seq in waiting:
             if seq.cache is None:
                 continue
@@ -155,16 +174,17 @@ class Scheduler:
                 if beside:
                     client = seq.request.client
                     overdrawn += max(0, -budget)
-                    rows = self.prefill.charge(count, len(streaming - {client}))
-                    charged[client] = charged.get(client, 0) + rows
+                    num_prompting = len({client, *charged})
+                    steps = self.prefill.charge(count, len(streaming - {client}), num_prompting)
+                    charged[client] = charged.get(client, 0.0) + steps
             if budget <= 0:
                 break
         return PrefillDebt(overdrawn, charged)
 
-    def _by_turn(self, debt: PrefillDebt) -> list[Sequence]:
+    def _by_turn(self, prompts: list[Sequence], debt: PrefillDebt) -> list[Sequence]:
         """Prompts next to decoding sequences, without clients that had their share: the one with the fewest tokens
         left, which never waits for a long one, then the oldest first."""
-        waiting = [s for s in self.running if s.computed < len(s.tokens) - 1 and s.request.client not in debt.charged]
+        waiting = [s for s in prompts if not debt.waits(s.request.client)]
         soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
         return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 

@@ -176,14 +176,18 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDebt:
-    """Prompt rows beyond the budgets of earlier steps, to be repaid from later ones."""
+    """Prompts beyond the budgets of earlier steps, to be repaid by later ones."""
 
-    overdrawn: int = 0  # of images that may not be split
-    charged: Mapping[str, int] = field(default_factory=dict)  # by client
+    overdrawn: int = 0  # rows of images that may not be split
+    charged: Mapping[str, float] = field(default_factory=dict)  # steps that a client's next prompt rows wait
 
     def repaid(self, rows: int) -> PrefillDebt:
-        charged = {client: charge - rows for client, charge in self.charged.items() if charge > rows}
+        """The debt after a step with room for so many prompt rows."""
+        charged = {client: steps - 1.0 for client, steps in self.charged.items() if steps > 1.0}
         return PrefillDebt(max(0, self.overdrawn - rows), charged)
+
+    def waits(self, client: str) -> bool:
+        return self.charged.get(client, 0.0) >= 1.0
 
 
 @dataclass(slots=True)
@@ -193,6 +197,7 @@ class StepPlan:
     batch: StepBatch
     cycle: CyclePlan | None  # what the controller proposed for the decoding sequences
     debt: PrefillDebt  # after this step
+    background_skips: int = 0  # steps in a row without the clients in the background, this one included
 
 
 @dataclass(frozen=True, slots=True)

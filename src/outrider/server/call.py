@@ -73,6 +73,7 @@ class Call:
         self._holding: set[str] = set()  # requests that have a place in the engine
         self._others: asyncio.Task[None] | None = None
         self._begun = self._closed = self._answering = False
+        self._failed = False  # ended by an error of ours, or by its deadline
         self._read: tuple[int, int] | None = None  # how far the prompt was when it was last asked for
         self.extended: Callable[[float], None] = lambda deadline: None
         taken.callback(self._end)
@@ -92,6 +93,7 @@ class Call:
             self._server.metrics.queued.observe(time.monotonic() - self._began)
 
     def _failure(self, error: OutriderError | EngineError) -> ApiError:
+        self._failed = True
         if isinstance(error, OutriderError):
             return ApiError(400, str(error), code="request_failed")
         return shutting_down() if self._server.admission.closing else ApiError(500, f"{error}.", code="engine_error")
@@ -202,6 +204,7 @@ class Call:
             self._extend()
         left = self.deadline - time.monotonic()
         if left <= 0:
+            self._failed = True
             raise timed_out(self._timeout)
         return left
 
@@ -214,6 +217,7 @@ class Call:
         choices = self.answer.choices
         if self._stream.open:
             metrics.aborted.inc()
+        self._note_standing()
         self._taken.close()
         for choice in choices:
             if choice.stats is not None:
@@ -223,6 +227,17 @@ class Call:
         how = ",".join(c.finish or "abort" for c in choices)
         told = "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s"
         log.info(told, self._route, *counts, time.monotonic() - self._began, how)
+
+    def _note_standing(self) -> None:
+        """Tell how much of the answer its client read (standing.py)."""
+        standing = self._server.pool.standing
+        if self.answer.finished:
+            standing.read(self._client)
+        elif self._begun and not self._failed and not self._server.admission.closing:
+            unread = self._stream.num_unread_tokens
+            if not self._job.body.stream:
+                unread += self.answer.new_tokens
+            standing.left(self._client, unread)
 
 
 class EventStream(StreamingResponse):

@@ -29,6 +29,7 @@ from .settings import LOOPBACK, ServerSettings, read_keys
 
 log = logging.getLogger("outrider.server")
 CLIENT_PREFIX = "key-"
+REFUSALS = (400, 401, 403, 404, 405, 413, 415)  # statuses that are the client's fault
 OPEN_PATHS = ("/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version")
 LOCAL_SCHEMES = ("vscode-webview", "app", "tauri")  # pages of programs on this machine
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -192,6 +193,9 @@ class RequestGuard:
             begun = True
             if message["type"] == "http.response.start":
                 status = message["status"]
+                note_answer = state.get("answered")
+                if status not in REFUSALS and callable(note_answer):
+                    note_answer()
                 if scope["method"] == "POST" or status >= 400:  # of those that worked only the ones that were work
                     self._count(path, status)
                 if status >= 400:

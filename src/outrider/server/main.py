@@ -33,7 +33,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, models: ServedModel | ModelPool, settings: ServerSettings) -> None:
         self.app = create_app(models, settings)
         self._settings = settings
-        self.connections = Connections(settings)
+        self.connections = Connections(settings, self.app.state.server.pool.standing)
         super().__init__(
             uvicorn.Config(
                 self.app,

@@ -39,6 +39,7 @@ from .model_info import UNKNOWN, ModelInfo, ServedModel
 from .prepare import Preparer
 from .runner import Runner
 from .settings import ServerSettings, public_name, without_paths
+from .standing import Standing
 from .tokenizer_process import TokenizerProcess
 from .trim import trim
 
@@ -52,10 +53,11 @@ class LoadedModel:
     """One loaded model with everything that answers for it. Made off the event loop (the tokenizer is asked a few
     things); `stop` belongs on it."""
 
-    def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
+    def __init__(self, name: str, backend: ServedModel, settings: ServerSettings, standing: Standing) -> None:
         self.name = name
         self.backend = backend
-        self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes, settings.finish_prompts)
+        unused_s = 60.0 * settings.keep_prefixes
+        self.runner = Runner(backend.engine, unused_s, settings.finish_prompts, standing.background)
         self.turns = TurnQueue(backend.places or settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.tokenizer_process = TokenizerProcess(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)
@@ -140,6 +142,7 @@ class ModelPool:
         self.slots = {slot.name: slot for slot in slots}
         self.limit = limit
         self._settings = settings
+        self.standing = Standing()
         self._waiting: list[_WaitingLoad] = []
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
@@ -148,9 +151,9 @@ class ModelPool:
     @classmethod
     def of(cls, backend: ServedModel, settings: ServerSettings) -> ModelPool:
         """One model that is there from the beginning and stays."""
-        slot = PoolSlot(settings.model_name, lambda: backend)
-        slot.take(LoadedModel(slot.name, backend, settings))
-        return cls([slot], None, settings)
+        pool = cls([PoolSlot(settings.model_name, lambda: backend)], None, settings)
+        pool.load_first()
+        return pool
 
     @classmethod
     def listed(
@@ -216,6 +219,11 @@ class ModelPool:
     def metrics(self) -> Metrics:
         """The sum of all engines' counters. Plain integers of other threads: no lock is needed to add them up."""
         return total([self._gone, *(m.backend.engine.metrics for m in self.loaded)])
+
+    def load_first(self) -> None:
+        """Load the first model in this thread, before the server starts."""
+        slot = self.first
+        slot.take(LoadedModel(slot.name, slot.load(), self._settings, self.standing))
 
     # ---- borrowing
 
@@ -304,7 +312,7 @@ class ModelPool:
             while leaving:
                 await self._unload(*leaving.pop())
             began = time.monotonic()
-            model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings))
+            model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings, self.standing))
             model.runner.start()
             slot.take(model)
             log.info("loaded %s in %.1f s, %.2f GiB", slot.name, time.monotonic() - began, slot.size / 2**30)

@@ -26,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from .errors import ApiError
 from .settings import ServerSettings
+from .standing import Standing
 
 log = logging.getLogger("outrider.server")
 # bytes that the system (which doubles it), and this process, may hold for a client that does not read
@@ -41,10 +42,11 @@ BACKLOG = 64
 
 
 class Connections:
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, standing: Standing) -> None:
         self.settings = settings
+        self.standing = standing
         self.most = cap(settings.max_connections)
         self.waiting: dict[BoundedProtocol, None] = {}  # for their client, the longest first
         self.open: set[BoundedProtocol] = set()
@@ -75,6 +77,7 @@ class BoundedProtocol(H11Protocol):
         self._shared = shared
         self._phase = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._answered = False  # it brought an answer that is no refusal
 
     # ---- the connection
 
@@ -97,6 +100,8 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.open.discard(self)
         self._shared.closed += 1
+        if not self._answered and self.client is not None and not self._shared.settings.proxies:
+            self._shared.standing.unused(self.client[0])
         self._enter("closed", None)
         super().connection_lost(exc)
 
@@ -152,10 +157,15 @@ class BoundedProtocol(H11Protocol):
             idle = self.cycle is not None and self.timeout_keep_alive_task is not None
             self._enter("idle" if idle else "head", settings.idle_timeout if idle else settings.request_timeout)
         else:
-            if self.cycle.scope["state"].get("abort") is None:
-                self.cycle.scope["state"]["abort"] = self.transport.abort
+            state = self.cycle.scope["state"]
+            if state.get("abort") is None:
+                state["abort"] = self.transport.abort
+                state["answered"] = self._note_answer
             body = self.cycle.more_body
             self._enter("body" if body else "answer", settings.request_timeout if body else None)
+
+    def _note_answer(self) -> None:
+        self._answered = True
 
     def _enter(self, phase: str, seconds: float | None) -> None:
         if phase == self._phase:

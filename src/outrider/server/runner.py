@@ -114,6 +114,10 @@ class RequestStream:
             self._paused.add(id)
             self._runner.pause(id, True)
 
+    @property
+    def num_unread_tokens(self) -> int:
+        return sum(len(item.tokens) for _, item in self._items if not isinstance(item, Exception))
+
     def close(self) -> None:
         for id in self.open:
             self._runner.abort(id)
@@ -127,10 +131,18 @@ class RequestStream:
 
 
 class Runner:
-    def __init__(self, engine: Engine, unused_s: float = 300.0, detached_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        unused_s: float = 300.0,
+        detached_s: float = 600.0,
+        background: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
         """`unused_s`: prefixes that no request has used for this long are dropped, and their memory is released.
-        `detached_s`: how long a prompt's prefill continues after its client left."""
+        `detached_s`: how long a prompt's prefill continues after its client left. `background`: the clients that give
+        way to others."""
         self._engine = engine
+        self._background = background
         self._unused_s = unused_s
         self._detached_s = detached_s
         self.detached: dict[str, float] = {}  # requests without a client, and until when they may read
@@ -245,6 +257,7 @@ class Runner:
     def _step(self) -> None:
         self._written = False
         try:
+            self._engine.background = self._background()
             events = self._engine.step()
         except Exception as e:
             self._fail(e)

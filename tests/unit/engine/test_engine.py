@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engines import VOCAB, FixedDrafts, request, run, tiny_engine, tiny_model
+from tests.scheduling import CountingCache, next_step
 from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
@@ -143,54 +144,6 @@ def test_statistics_add_up(engine: Engine) -> None:
     assert stats.cycles + stats.accepted >= 30
     assert stats.prompt_tokens == len(PROMPT) and stats.ttft_s > 0 and stats.prefill_s <= stats.ttft_s
     assert set(kinds) <= {"accepted", "corrected", "bonus", "plain"}
-
-
-@dataclass
-class Counted:
-    slot: int
-    held: int = 0
-
-
-class CountingCache:
-    """A cache that only counts: the scheduler needs no more."""
-
-    disk = None
-
-    def __init__(self, slots: int, positions: int):
-        self.free_slots = slots
-        self.left = positions
-        self.num_releases = 0
-        self.opened = 0
-
-    def open(self, chain: object, limit: int, granularity: int, unbroken: object) -> tuple[Counted, int]:
-        self.free_slots -= 1
-        self.opened += 1
-        return Counted(self.free_slots), 0
-
-    def exhausted_pool(self, seq: Counted, positions: int) -> object:
-        return None if positions - seq.held <= self.left else self
-
-    def reserve(self, seq: Counted, positions: int) -> bool:
-        more = max(0, positions - seq.held)
-        if more > self.left:
-            return False
-        self.left -= more
-        seq.held += more
-        return True
-
-    def close(self, seq: Counted) -> None:
-        self.free_slots += 1
-        self.left += seq.held
-        self.num_releases += seq.held
-
-    def keep(self, seq: Counted, committed: int) -> None:
-        return None
-
-
-def next_step(scheduler: Scheduler) -> StepBatch:
-    plan = scheduler.schedule()
-    scheduler.commit_plan(plan)
-    return plan.batch
 
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
@@ -401,41 +354,6 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
         for item in batch.prompts:
             item.seq.computed += item.num_tokens
     assert steps == -(-6 * 39 // 16)
-
-
-@pytest.mark.parametrize(("streams", "each"), [(0, 1), (1, 1), (2, 2), (3, 3), (6, 3)])
-def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int) -> None:
-    """Of one client, next to streams of others: a piece in each step, in every second, or in every third. A short prompt
-    of another client does not wait for that."""
-    scheduler = Scheduler(CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
-
-    def seq(client: str, length: int) -> Sequence:
-        return Sequence(Request(client, [1] * length, SamplingParams(max_tokens=99), client=client), 0.0, [1] * length)
-
-    decoding = [seq("many", 2), *(seq(f"stream {i}", 2) for i in range(streams))]
-    long = seq("many", 161)
-    short = seq("other", 5)
-    for one in decoding:
-        scheduler.add(one)
-    next_step(scheduler)
-    for one in decoding:
-        one.computed = 1
-    scheduler.add(long)
-    steps = 0
-    while long.computed < 160:
-        if steps == 4:
-            scheduler.add(short)
-        batch = next_step(scheduler)
-        steps = steps + 1
-        assert len(batch.decode) == len(decoding) and sum(item.num_tokens for item in batch.prompts) <= 16
-        if steps == 5:
-            assert short in [item.seq for item in batch.prompts]
-        for item in batch.prompts:
-            item.seq.computed += item.num_tokens
-        if short.computed:
-            scheduler.remove(short)
-            short.computed = 0
-    assert 9 * each < steps <= 11 * each
 
 
 def test_images_of_others_leave_a_stream_its_share() -> None:
