@@ -50,7 +50,7 @@ async def _changed(change: Callable[[], object], name: str, how: str) -> Respons
     return JSONResponse({"status": "ok", "message": f"Success: LoRA adapter '{name}' {how} successfully."})
 
 
-async def load(server: Server, request: Request) -> Response:
+async def load_adapter(server: Server, request: Request) -> Response:
     adapters = _pool(server)
     body = read(await request.body(), LoadAdapter.model_validate_json)
 
@@ -60,7 +60,7 @@ async def load(server: Server, request: Request) -> Response:
     return await _changed(change, body.lora_name, "added")
 
 
-async def unload(server: Server, request: Request) -> Response:
+async def unload_adapter(server: Server, request: Request) -> Response:
     adapters = _pool(server)
     body = read(await request.body(), UnloadAdapter.model_validate_json)
     if body.lora_name not in adapters.paths:

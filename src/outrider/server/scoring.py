@@ -14,6 +14,7 @@ import logging
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import Request
@@ -104,51 +105,77 @@ class OldEmbedBody(EmbedBody):
     input: Prompts = Field(alias="prompt")
 
 
-def openai_told(body: EmbeddingsRequest, vectors: list[list[float]], count: int, model: str) -> Json:
-    def told(vector: list[float]) -> object:
-        packed = body.encoding_format == "base64"
+@dataclass(frozen=True)
+class Embeddings:
+    """The vectors of a request's inputs."""
+
+    body: EmbeddingsRequest
+    vectors: list[list[float]]
+    num_tokens: int
+    model: str
+
+
+def openai_body(result: Embeddings) -> Json:
+    def shown(vector: list[float]) -> object:
+        packed = result.body.encoding_format == "base64"
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if packed else vector
 
-    data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
-    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": count, "total_tokens": count}}
+    data = [{"object": "embedding", "index": i, "embedding": shown(v)} for i, v in enumerate(result.vectors)]
+    usage = {"prompt_tokens": result.num_tokens, "total_tokens": result.num_tokens}
+    return {"object": "list", "data": data, "model": result.model, "usage": usage}
 
 
-def ollama_told(_: EmbeddingsRequest, vectors: list[list[float]], count: int, model: str) -> Json:
-    return {"model": model, "embeddings": vectors, "prompt_eval_count": count}
+def ollama_body(result: Embeddings) -> Json:
+    return {"model": result.model, "embeddings": result.vectors, "prompt_eval_count": result.num_tokens}
 
 
-async def off_loop(answer: Callable[[], Json]) -> Response:
-    """Thousands of vectors take seconds to write."""
-    return Response(await asyncio.to_thread(lambda: encoded(answer())), media_type="application/json")
+def ollama_old_body(result: Embeddings) -> Json:
+    return {"embedding": result.vectors[0]}
 
 
-async def embeddings(
-    server: Server, shape: type[EmbeddingsRequest], told: Callable[..., Json], request: Request
-) -> Response:
-    """told: the answer's body, of the request, a vector for each input, their tokens in all and the model's name."""
+async def openai_embeddings(server: Server, request: Request) -> Response:
+    return await off_loop(openai_body, await embed(server, request, EmbeddingsRequest))
+
+
+async def ollama_embed(server: Server, request: Request) -> Response:
+    return await off_loop(ollama_body, await embed(server, request, EmbedBody))
+
+
+async def ollama_old_embeddings(server: Server, request: Request) -> Response:
+    return await off_loop(ollama_old_body, await embed(server, request, OldEmbedBody))
+
+
+async def off_loop(body: Callable[[Embeddings], Json], result: Embeddings) -> Response:
+    """Write an answer in a thread: thousands of vectors take seconds."""
+    return Response(await asyncio.to_thread(lambda: encoded(body(result))), media_type="application/json")
+
+
+async def embed(server: Server, request: Request, shape: type[EmbeddingsRequest]) -> Embeddings:
+    """Read a request for embeddings and compute them."""
     async with server.received(request) as got:
         body = await got.parsed(shape.model_validate_json)
         with ExitStack() as stack:
-            model, asked = await unless_gone(request, server.borrow(request, got, untagged(body.model), stack))
-            adapter = adapter_of(model, asked)
+            borrowed = server.borrow(request, got, name=untagged(body.model), stack=stack)
+            model, adapter_name = await unless_gone(request, borrowed)
+            adapter = adapter_of(model, adapter_name)
             stack.enter_context(server.admission.enter(1, got.client))
             ids = await got.work(lambda: tokens(model.prepare, body))
             got.room.close()
 
             async def computed() -> list[list[float]]:
-                out: list[list[float]] = []
+                vectors: list[list[float]] = []
                 for one in ids:
                     work = Embedder(one)
                     work.adapter = adapter
                     await run_scoring(model, work, got.client)
-                    out.append(work.vector(body.dimensions))
-                    size = len(out[-1])
+                    vectors.append(work.vector(body.dimensions))
+                    size = len(vectors[-1])
                     short = body.dimensions is not None and size < body.dimensions
                     bad_if(short, f"dimensions: this model's vectors have {size}.", "dimensions")
-                return out
+                return vectors
 
             vectors = await unless_gone(request, computed())
-    return await off_loop(lambda: told(body, vectors, sum(map(len, ids)), model.name))
+    return Embeddings(body, vectors, num_tokens=sum(map(len, ids)), model=model.name)
 
 
 def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:
