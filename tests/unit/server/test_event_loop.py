@@ -58,7 +58,9 @@ def test_many_log_probabilities_and_vectors_are_written_off_the_loop(monkeypatch
         assert len(told["choices"][0]["logprobs"]["content"]) > call.FEW_SCORED
         s.http.post("/v1/chat/completions", json=body)
     assert where == [False, True], "an ordinary answer needs no other thread"
-    answer = asyncio.run(scoring.off_loop(lambda: {"embedding": [0.5]}))
+    body = scoring.OldEmbedBody(model="tiny", prompt="hi")
+    result = scoring.Embeddings(body, [[0.5]], num_tokens=1, model="tiny")
+    answer = asyncio.run(scoring.off_loop(scoring.ollama_old_body, result))
     assert answer.body == b'{"embedding":[0.5]}' and where[-1] is False
 
 
