@@ -22,7 +22,7 @@ from outrider.models.names import Role, tensor_plan
 from outrider.ops.formats import BLOCKS
 from outrider.weights.gguf import SCALARS, STRING, TENSOR_TYPES, Value
 from outrider.weights.gguf_config import ARCHITECTURES, LAYER, TOP, WHOLE
-from outrider.weights.source import ITEM_BYTES
+from outrider.weights.mapped import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
 FREQS = "rope_freqs.weight"

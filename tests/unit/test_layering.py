@@ -61,6 +61,7 @@ TORCH_FREE = [
     "models/config", "models/names", "models/vision_config", "models/audio_config", "models/split", "models/builtin_configs", "models/inspect", "models/block_config", "cache/pages",
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/timing", "spec/tuning", "spec/ngram",
+    "weights/mapped", "weights/gguf", "weights/safetensors", "weights/files", "weights/hub", "weights/repos",
     "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget",
     "bench/predict",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 from rich.filesize import decimal as size
-from rich.table import Table
 
 from ..config import model_of, user_file
 from ..ops.cpu.build import cache_path
@@ -42,11 +41,17 @@ def listing(as_json: common.AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(item) for item in items]))
         return
-    heads = ("name", "kind", "size", "last used", "with")
-    rows = [(item.name, item.kind, size(item.bytes), item.used, item.drafter) for item in items]
-    out.print(common.table(heads, rows, {*heads} - {"size"}))
+    out.print(line("kind", "size", "last used", "name", ""), style="dim")
+    for item in items:
+        drafter = f"  (with {item.drafter})" if item.drafter else ""
+        out.print(line(item.kind, size(item.bytes), item.used, item.name, drafter))
     for alias, model in user_file().get("aliases", {}).items():
         out.print(f"{alias} = {model}", style="dim")
+
+
+def line(kind: str, nbytes: str, used: str, name: str, drafter: str) -> str:
+    """A row of the list. Names end it and are never folded, so that a long path can be copied."""
+    return f"{kind:<8}{nbytes:>9}  {used:<10}  {name}{drafter}"
 
 
 def pull(name: common.Model) -> None:
@@ -80,9 +85,9 @@ def remove(name: common.Model) -> None:
         freed = stored(path)
         path.unlink(missing_ok=True)
     elif named is not None and named[1] is not None:
-        kept = {str(p): p for p in repos.in_cache(named[0])}
-        if any(repos.quantisation(p) == named[1].upper() for p in kept):
-            path = kept[repos.choose(kept, *named)]
+        cached = {str(p): p for p in repos.in_cache(named[0])}
+        if any(repos.quantisation(p) == named[1].upper() for p in cached):
+            path = cached[repos.choose(cached, *named)]
             freed = stored(path)
             path.resolve().unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -93,7 +98,8 @@ def remove(name: common.Model) -> None:
         repo = named[0] if named is not None else name
         with suppress(CacheNotFound):
             cache = scan_cache_dir()
-            if revisions := [r.commit_hash for one in cache.repos if one.repo_id == repo for r in one.revisions]:
+            revisions = [r.commit_hash for one in cache.repos if one.repo_id == repo for r in one.revisions]
+            if revisions:
                 strategy = cache.delete_revisions(*revisions)
                 freed = strategy.expected_freed_size
                 strategy.execute()
@@ -129,11 +135,9 @@ def show(name: common.Model, as_json: common.AsJson = False) -> None:
     if as_json:
         print(json.dumps(data))
         return
-    grid = Table.grid(padding=(0, 2))
     for key, value in (data | {"bytes": size(nbytes) if nbytes else None}).items():
         if value:
-            grid.add_row(key.replace("_", " "), str(value))
-    out.print(grid)
+            out.print(f"{key.replace('_', ' '):<14}{value}")
 
 
 def merge(
@@ -155,10 +159,7 @@ def merge(
 
 
 def at_hand() -> Iterator[Item]:
-    """Everything `list` shows, without duplicates."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
+    """Everything `list` shows, without duplicates. Imports neither torch nor an HTTP client."""
     from ..weights import hub, repos
 
     uses = used()
@@ -166,39 +167,48 @@ def at_hand() -> Iterator[Item]:
     def item(name: str, path: Path, nbytes: int) -> Item:
         drafts = repos.is_drafter(path) or repos.is_drafter(name)
         kind = "mmproj" if repos.is_mmproj(path) else "drafter" if drafts else "model"
-        was = uses.pop(name, {})
-        return Item(name, kind, nbytes, str(path), was.get("used", ""), was.get("drafter", ""))
+        last = uses.pop(name, {})
+        return Item(name, kind, nbytes, str(path), last.get("used", ""), last.get("drafter", ""))
 
-    if (kept := hub.cache_path("smollm2", hub.SMOLLM2_FILE)).is_file():
-        yield item("smollm2", kept, stored(kept))
+    smollm2 = hub.cache_path("smollm2", hub.SMOLLM2_FILE)
+    if smollm2.is_file():
+        yield item("smollm2", smollm2, stored(smollm2))
     for shipped in sorted(hub.ASSETS.glob("*/config.json")):
         yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent))
-    with suppress(CacheNotFound):
-        for repo in sorted(scan_cache_dir().repos, key=lambda found: found.repo_id):
-            if repo.repo_type != "model":
-                continue
-            for path in (files := repos.in_cache(repo.repo_id)):
-                yield item(f"{repo.repo_id}:{repos.quantisation(path) or repos.stem(path.name)}", path, stored(path))
-            if not files:
-                yield item(repo.repo_id, repo.repo_path, repo.size_on_disk)
+    for repo, folder in cached_repos():
+        files = repos.in_cache(repo)
+        for path in files:
+            yield item(f"{repo}:{repos.quantisation(path) or repos.stem(path.name)}", path, stored(path))
+        if not files:
+            yield item(repo, folder, stored(folder / "snapshots"))
     for path in sorted(Path().glob("*.gguf")):
         yield item(str(path), path, stored(path))
     for name in list(uses):
-        if (path := Path(name).expanduser()).exists():
+        path = Path(name).expanduser()
+        if path.exists():
             yield item(name, path, stored(path))
 
 
+def cached_repos() -> Iterator[tuple[str, Path]]:
+    """The id and folder of each model in Hugging Face's cache."""
+    from huggingface_hub import constants
+
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        if (folder / "snapshots").is_dir():
+            yield folder.name.removeprefix("models--").replace("--", "/"), folder
+
+
 def stored(path: Path) -> int:
-    """Bytes of a file, or of a folder's files."""
+    """Bytes of a file, or of a folder's files; a file that several names link to counts once."""
     files = path.rglob("*") if path.is_dir() else [path]
-    return sum(p.stat().st_size for p in files if p.is_file())
+    return sum(file.stat().st_size for file in {p.resolve() for p in files if p.is_file()})
 
 
 def used() -> dict[str, dict[str, str]]:
     """The record that `note_use` writes; empty if the file is missing or damaged."""
     try:
-        kept = json.loads(cache_path("used.json").read_text(encoding="utf-8"))
-        return {name: row for name, row in kept.items() if isinstance(row, dict)}
+        records = json.loads(cache_path("used.json").read_text(encoding="utf-8"))
+        return {name: row for name, row in records.items() if isinstance(row, dict)}
     except (OSError, ValueError, AttributeError):
         return {}
 

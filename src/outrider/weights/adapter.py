@@ -30,9 +30,10 @@ from ..types import OutriderError, bad_input, require
 from . import gguf, hub, repos
 from .files import MISREAD, model_config
 from .gguf_config import ARCHITECTURES, hf_name, unpermute
+from .mapped import TensorEntry
 from .quant_scheme import recipe
 from .safetensors import read_header, read_json, shard_names
-from .source import FLOATS, TensorEntry, tensor
+from .source import FLOATS, tensor
 
 log = logging.getLogger("outrider")
 CONFIG = "adapter_config.json"

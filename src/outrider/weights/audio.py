@@ -22,8 +22,9 @@ from ..ops.formats.gguf import dequantize
 from ..types import OutriderError, require
 from .files import Files, open_source, translate
 from .gguf import GGUF, read
+from .mapped import TensorEntry
 from .repos import companion
-from .source import FLOATS, TensorEntry, tensor
+from .source import FLOATS, tensor
 
 PREFIXES = ("audio_tower.", "embed_audio.")
 RENAMED = {".conv_0.": ".layer0.", ".conv_1.": ".layer1.", "audio_tower.conformer.": "audio_tower.layers."}

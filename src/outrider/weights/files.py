@@ -13,9 +13,9 @@ from ..models.names import UNUSED, block_name
 from ..types import OutriderError, TextFiles, bad_input, require
 from . import gguf, gguf_config, gguf_text, safetensors
 from .gguf_text import RANGES, advised
+from .mapped import TensorEntry, TensorSource
 from .repos import is_model
 from .safetensors import read_json
-from .source import TensorEntry, TensorSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

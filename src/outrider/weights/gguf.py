@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ops.formats import BLOCKS
+from ..ops.gguf_blocks import BLOCKS
 from ..types import OutriderError
-from .source import ITEM_BYTES, Mapped, TensorEntry
+from .mapped import ITEM_BYTES, Mapped, TensorEntry
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING = 8

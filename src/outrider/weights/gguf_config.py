@@ -14,7 +14,7 @@ import numpy as np
 from ..models.config import FAMILIES, GEMMA4_ROPE, ForeignDict
 from ..types import OutriderError
 from .gguf import GGUF, Value
-from .source import TensorEntry, TensorSource
+from .mapped import TensorEntry, TensorSource
 
 ARCHITECTURES = {
     "llama": "llama",

@@ -27,8 +27,9 @@ from ..ops.reference import Backend, ReferenceOps
 from ..types import OutriderError, TextFiles, bad_input
 from . import hub
 from .files import Files, already_quantised, model_config, open_source, text_files, translate
+from .mapped import TensorSource
 from .quant_scheme import QuantScheme, recipe
-from .source import SourceTensor, TensorSource, aligned, find
+from .source import SourceTensor, aligned, find
 
 C = TypeVar("C", ModelConfig, DrafterConfig, BlockConfig)
 SLICE = 8 << 20  # bytes of the file copied at once

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..models.config import ForeignDict
 from ..models.names import normalise
 from ..types import OutriderError, require
-from .source import ITEM_BYTES, Mapped, TensorEntry, TensorSource
+from .mapped import ITEM_BYTES, Mapped, TensorEntry, TensorSource
 
 MAX_HEADER = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"

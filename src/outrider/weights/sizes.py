@@ -14,8 +14,8 @@ from ..models.config import ModelConfig, text_part
 from ..models.names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
 from ..ops.formats import BLOCKS, Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
 from .files import Files, already_quantised, open_source
+from .mapped import TensorEntry
 from .quant_scheme import recipe
-from .source import TensorEntry
 
 ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two bytes
 

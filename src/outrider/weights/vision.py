@@ -23,8 +23,9 @@ from ..ops.formats.gguf import dequantize
 from ..types import OutriderError, require
 from .files import Files, open_source, translate
 from .gguf import GGUF, read
+from .mapped import TensorEntry
 from .repos import companion
-from .source import FLOATS, TensorEntry, tensor
+from .source import FLOATS, tensor
 
 PREFIXES = ("vision_tower.", "embed_vision.", "vision_embedder.", "multi_modal_projector.")
 UNIFIED = "vision_embedder.multimodal_embedder."  # where newer checkpoints of transformers keep the projection

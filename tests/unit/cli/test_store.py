@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,28 @@ def test_mistakes_of_the_users_file_are_one_line(shell: Shell, text: str, told: 
     shell.config(text)
     code, _, err = shell("inspect", "google/gemma-4-E2B-it")
     assert code == 2 and told in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", "own.gguf"), ("rm", "org/m:Q8_0")])
+def test_models_on_the_disk_are_managed_without_torch(shell: Shell, gguf: Path, words: tuple[str, ...]) -> None:
+    """Each imported torch for the sizes of a file's blocks: two seconds on a small machine."""
+    cached(shell, gguf)
+    shutil.copyfile(gguf, "own.gguf")
+    program = (
+        "import sys; from huggingface_hub import constants; constants.HF_HUB_CACHE = sys.argv.pop();"
+        "from outrider.cli import main; code = main.run(); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    words = (sys.executable, "-c", program, *words, str(shell.home / "hub"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_long_paths_are_listed_on_one_line(shell: Shell, gguf: Path) -> None:
+    """A folded path cannot be copied."""
+    folder = shell.home / ("long" * 30)
+    folder.mkdir()
+    shutil.copyfile(gguf, folder / "m.gguf")
+    store.note_use(str(folder / "m.gguf"), "drafter: ngram (suffix matches)")
+    shell.patch.setattr(common.out, "width", 60)
+    assert str(folder / "m.gguf") in shell("list")[1]
+    assert f"path          {folder / 'm.gguf'}\n" in shell("show", str(folder / "m.gguf"))[1]

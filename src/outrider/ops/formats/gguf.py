@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..gguf_blocks import BLOCKS
 from .base import Format, Unit, Weight
 
 
@@ -98,15 +99,3 @@ def _nibbles(b: Tensor, pieces: int) -> Tensor:
 
 IQ4_VALUES = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}  # the code of 0, where it is not 0
-BLOCKS = {  # weights in a block, bytes of a block
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
-}
