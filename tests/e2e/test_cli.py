@@ -66,6 +66,7 @@ def test_generate_json_and_compare(cli: Any, model: Path) -> None:
     assert code == 0 and row["identical"] is True and row["plain"]["token_ids"] == row["token_ids"]
     assert set(row["stats"]) >= STATS and row["stats"]["drafted"] > 0 and row["speedup"] > 0
     assert row["plain"]["stats"]["drafted"] == 0 and row["finish_reason"] in ("stop", "length")
+    assert row["runs"] == 3
 
 
 def test_the_beside_assistant_is_found_and_said_once(cli: Any, model: Path) -> None:
@@ -85,6 +86,12 @@ def test_drafters_without_an_assistant_start_twice(cli: Any, model: Path, drafte
 def test_text_and_statistics(cli: Any, model: Path) -> None:
     code, out, err = cli("generate", model, "Hello", "--max-tokens", 12, "--compare")
     assert code == 0 and out.strip() and "tok/s" in err and "identical: yes" in err
+    assert "the fastest of 3 runs each" in err.replace("\n", " ")
+
+
+def test_demo_repeats_its_contestants(cli: Any, model: Path) -> None:
+    code, out, _ = cli("demo", model, "--max-tokens", 6)
+    assert code == 0 and out.count(">>>") == 4 and "the fastest of 3 runs" in " ".join(out.split())
 
 
 def test_a_file_of_prompts(cli: Any, model: Path, tmp_path: Path) -> None:

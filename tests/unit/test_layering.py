@@ -62,8 +62,8 @@ TORCH_FREE = [
     "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/timing", "spec/tuning", "spec/ngram",
     "weights/mapped", "weights/gguf", "weights/safetensors", "weights/files", "weights/hub", "weights/repos",
-    "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget",
-    "bench/predict",
+    "engine/scheduler", "engine/step", "engine/metrics", "engine/prefill_budget", "engine/machine_load",
+    "bench/predict", "bench/turns",
 ]  # fmt: skip
 
 

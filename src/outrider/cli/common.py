@@ -30,6 +30,7 @@ from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams, bad
 from .quick import quick_start
 
 if TYPE_CHECKING:
+    from ..engine.machine_load import OtherLoad
     from ..llm import LLM, Completion
 
 N = TypeVar("N", int, float)
@@ -83,6 +84,13 @@ PROMPTS = (  # default prompts
 def note(line: str) -> None:
     """A line for the user that is not part of the result: it goes to stderr."""
     err.print(line, style="dim")
+
+
+def note_of(others: OtherLoad) -> None:
+    """Says that other programs used the machine during a timing, if they did."""
+    line = others.line()
+    if line is not None:
+        err.print(line, style="yellow")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Collection[str], **style: Any) -> Table:

@@ -17,6 +17,7 @@ from . import common
 from .common import err, out
 
 if TYPE_CHECKING:
+    from ..bench.turns import Comparison
     from ..llm import LLM, Completion
 
 
@@ -46,7 +47,10 @@ class GenerateOptions:
     logprobs: Annotated[int | None, "Report the chosen token's and the N likeliest tokens' logprobs (--json)."] = None
     n: Annotated[int, "Number of answers; answer i uses seed + i."] = 1
     seed: common.Seed = 0
-    compare: Annotated[bool, "Run plain decoding too; print the speed-up and whether the texts are identical."] = False
+    compare: Annotated[
+        bool,
+        "Also decode plainly, in turn and three times each; print the speed-up and whether the texts are identical.",
+    ] = False
     as_json: common.AsJson = False
     adapter: common.Adapters = None
 
@@ -97,37 +101,50 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
 
 
 def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> None:
+    from ..engine.machine_load import OtherLoad
+    from ..llm import Completion
+
+    others = OtherLoad()
     tokens: list[int] = []
+    text = ""
     for event in llm.stream(ids, params):
         out.print(event.text, end="")
+        text += event.text
         tokens += event.tokens
         if event.stats is not None:
             out.print()
             common.note(common.stats_line(event.stats, event.finish_reason or ""))
-            fast = event.stats
+            first = Completion(text, tokens, event.finish_reason or "", event.stats)
     if compare:
-        plain = run_plain(llm, ids, params)
-        same = plain.token_ids == tokens
-        speedup = fast.decode_tps / plain.stats.decode_tps if plain.stats.decode_tps else 0.0
+        result = _compared(llm, ids, params, first)
+        plain = result.plain
         common.note(f"plain: {common.stats_line(plain.stats, plain.finish_reason)}")
-        err.print(f"{common.times(speedup)} · identical: {'yes' if same else 'NO'}", style="bold")
+        speeds = f"{result.drafting.stats.decode_tps:.1f} against {plain.stats.decode_tps:.1f} tok/s"
+        runs = f"{speeds}, the fastest of {result.rounds} runs each" if result.rounds > 1 else speeds
+        common.note_of(others)
+        identical = "yes" if result.identical else "NO"
+        err.print(f"{common.times(result.speedup)} ({runs}) · identical: {identical}", style="bold")
 
 
-def run_plain(llm: LLM, ids: list[int], params: SamplingParams) -> Completion:
-    """Runs the same request without drafting, and without the first run's entries in the prefix cache."""
-    llm.engine.store.prefix.clear()
-    return llm.generate(ids, params, drafter=False)[0]
+def _compared(llm: LLM, ids: list[int], params: SamplingParams, first: Completion, rounds: int = 3) -> Comparison:
+    from ..bench.turns import compare, decoder
+
+    return compare(decoder(llm, ids, params), first, rounds=rounds)
 
 
-def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> dict[str, object]:
+def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, rounds: int = 3) -> dict[str, object]:
+    """A row of figures. `rounds`: runs of each side where two are compared."""
     answer = llm.generate(ids, params)[0]
-    row = common.completion_json(answer)
-    if compare:
-        plain = run_plain(llm, ids, params)
-        row["plain"] = common.completion_json(plain)
-        row["speedup"] = round(answer.stats.decode_tps / plain.stats.decode_tps, 4) if plain.stats.decode_tps else None
-        row["identical"] = plain.token_ids == answer.token_ids
-    return row
+    if not compare:
+        return common.completion_json(answer)
+    result = _compared(llm, ids, params, answer, rounds)
+    return {
+        **common.completion_json(result.drafting),
+        "plain": common.completion_json(result.plain),
+        "speedup": round(result.speedup, 4) or None,
+        "runs": result.rounds,
+        "identical": result.identical,
+    }
 
 
 def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compare: bool) -> dict[str, object]:
@@ -136,7 +153,7 @@ def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compar
     answers = []
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
-        answers.append(_answer(llm, llm.encode_chat(messages, raw), params, compare))
+        answers.append(_answer(llm, llm.encode_chat(messages, raw), params, compare, rounds=1))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
     return answers[0] if "turns" not in prompt.row else {**answers[-1], "turns": answers}
 
@@ -153,30 +170,36 @@ def demo(asked: DemoOptions, load: LoadSettings) -> None:
     """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
     params = common.sampling(max_tokens=asked.max_tokens)
     llm = common.load_llm(asked.model, load)
-    llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
+    from ..bench.turns import compare, decoder
+    from ..engine.machine_load import OtherLoad
+
+    for drafts in (True, False):  # warm up
+        llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8), drafter=drafts)
+    others = OtherLoad()
     rows: list[tuple[str | Text, ...]] = []
     tokens = 0
     plain_s = 0.0
     fast_s = 0.0
-    for prompt in common.PROMPTS[:4]:
+    for number, prompt in enumerate(common.PROMPTS[:4]):
         ids = llm.encode_chat(prompt)
-        plain = run_plain(llm, ids, params)
-        llm.engine.store.prefix.clear()
-        fast = llm.generate(ids, params)[0]
+        result = compare(decoder(llm, ids, params), drafting_first=number % 2 == 0)
         out.print(f">>> {prompt}", style="bold")
-        out.print(f"{fast.text}\n")
-        p = plain.stats
-        f = fast.stats
-        if p.decode_tps and f.decode_tps:
-            tokens += p.new_tokens
-            plain_s += p.new_tokens / p.decode_tps
-            fast_s += p.new_tokens / f.decode_tps
+        out.print(f"{result.drafting.text}\n")
+        plain = result.plain.stats
+        fast = result.drafting.stats
+        if plain.decode_tps and fast.decode_tps:
+            tokens += plain.new_tokens
+            plain_s += plain.new_tokens / plain.decode_tps
+            fast_s += plain.new_tokens / fast.decode_tps
         short = prompt if len(prompt) < 16 else prompt[:15] + "…"
-        gain = f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-"
-        same = "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red")
-        rows.append((short, f"{p.decode_tps:.1f}", f"{f.decode_tps:.1f}", gain, f"{f.tokens_per_cycle:.2f}", same))
+        gain = f"{result.speedup:.2f}x" if result.speedup else "-"
+        same = "yes" if result.identical else Text("NO", "bold red")
+        speeds = (f"{plain.decode_tps:.1f}", f"{fast.decode_tps:.1f}", gain, f"{fast.tokens_per_cycle:.2f}")
+        rows.append((short, *speeds, same))
     if fast_s:
         rows.append(("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x"))
     heads = ("prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical")
-    title = f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens"
+    runs = f"the fastest of {result.rounds} runs" if result.rounds > 1 else "one run each"
+    title = f"{asked.model}, tokens per second, greedy, at most {asked.max_tokens} tokens, {runs}"
     out.print(common.table(heads, rows, ("prompt",), title=title))
+    common.note_of(others)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import EngineConfig, LoadSettings
+from ..engine.machine_load import OtherLoad
 from ..llm import LLM
 from ..types import SamplingParams
 from .answers import ADAPTER
@@ -30,6 +31,7 @@ class Gain:
     tokens: int  # of each side
     plain_seconds: float
     drafting_seconds: float
+    load_note: str | None = None  # on other programs, if they used the machine
 
     @property
     def speedup(self) -> float:
@@ -48,7 +50,8 @@ class Gain:
         plain = self.tokens / self.plain_seconds
         drafting = self.tokens / self.drafting_seconds
         over = f"{self.prompts} held-out prompts, {self.tokens} tokens: {plain:.1f} tokens per second plain"
-        return f"measured here on {over}, {drafting:.1f} drafting, {self.speedup:.2f} × plain: {self.verdict}"
+        line = f"measured here on {over}, {drafting:.1f} drafting, {self.speedup:.2f} × plain: {self.verdict}"
+        return line if self.load_note is None else f"{line} ({self.load_note})"
 
     def to_json(self) -> dict[str, float | str]:
         return {
@@ -79,7 +82,9 @@ def measure_gain(
     llm = LLM.load(known.name, settings, say=lambda _: None)
     if known.adapter is not None:
         llm.adapter = ADAPTER
+    others = OtherLoad()
     pairs = list(timed_pairs(llm, prompts, max_new=max_new, seconds=seconds, halt=halt))
+    load_note = others.line()
     del llm
     gc.collect()
     plain_seconds = sum(pair.plain_seconds for pair in pairs)
@@ -91,6 +96,7 @@ def measure_gain(
         tokens=sum(pair.tokens for pair in pairs),
         plain_seconds=plain_seconds,
         drafting_seconds=drafting_seconds,
+        load_note=load_note,
     )
 
 
