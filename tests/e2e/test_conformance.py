@@ -49,7 +49,7 @@ PLAIN_FIELDS: dict[str, Any] = {
     "modalities": ["text"], "cache_prompt": True, "request_id": "r", "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "add_special_tokens": False, "timings_per_token": True, "id_slot": 0, "prompt_cache_retention": "24h",
-    "verbosity": "low",
+    "verbosity": "low", "audio": {"voice": "alloy", "format": "wav"},
 }  # fmt: skip
 for field_name, given in PLAIN_FIELDS.items():
     many(

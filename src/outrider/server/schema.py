@@ -133,8 +133,9 @@ def url_of(given: object, field: str, kind: MediaKind) -> str:
 
 
 def sound_of(given: object) -> str:
-    """OpenAI's {"data": base64, "format": "wav"} as a data URL. The file's content says its format."""
-    data = given.get("data") if isinstance(given, dict) else None
+    """OpenAI's {"data": base64, "format": "wav"} or Mistral's bare base64 as a data URL. The file's content says its
+    format."""
+    data = given.get("data") if isinstance(given, dict) else given
     if not isinstance(data, str) or not data:
         raise ValueError('input_audio needs data: {"data": "<base64>", "format": "wav"}')
     return data if data[:5].lower() == "data:" else f"data:audio/*;base64,{data}"
@@ -262,12 +263,17 @@ class OutriderOptions(Strict):
 # Taken because clients send them, and of no effect on an answer here; counted in the metric `outrider_ignored_fields`.
 INERT = (
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
-    "modalities", "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
+    "modalities", "audio", "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
     "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "prompt_cache_options",
     # parameters of samplers that are off
     "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base",
     "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "smoothing_curve",
 )  # fmt: skip
+
+
+def writes_text(modalities: object) -> bool:
+    """True if a request accepts text. OpenAI's examples of sound ask for speech as well: they are answered in text."""
+    return modalities is None or (isinstance(modalities, list) and "text" in modalities)
 
 
 class Common(Strict):
@@ -325,7 +331,7 @@ class Common(Strict):
         kept = spelled({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
         if kept.get("model") == "":
             del kept["model"]  # clients that know of one model only
-        refuse(data.get("modalities") not in (None, ["text"]), "modalities: only text is spoken here")
+        refuse(not writes_text(data.get("modalities")), 'modalities: only "text" is supported')
         return {**kept, "ignored": tuple(k for k in INERT if data.get(k) is not None)}
 
     @model_validator(mode="after")
