@@ -16,6 +16,8 @@ import random
 import sys
 import time
 
+import torch
+
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.step import Request
@@ -30,11 +32,13 @@ batches = [int(b) for b in sys.argv[5].split(",")]
 n = int(sys.argv[6])
 context = int(sys.argv[7]) if len(sys.argv) > 7 else 1024
 most = max(batches)
+device = "cuda" if torch.cuda.is_available() else "cpu"  # a dry run of the script
 llm = LLM.load(
     f"{root}/gemma-4-{size}-it",
     drafter=f"{root}/gemma-4-{size}-it-assistant" if k else "none",
     draft_tokens=k,
-    device="cuda",
+    device=device,
+    ops="auto" if device == "cuda" else "reference",
     load_format="dummy",
     quantize=quantize or None,
     engine=EngineConfig(
@@ -44,7 +48,7 @@ llm = LLM.load(
 )
 rng = random.Random(1)
 for b in batches:
-    prompts = [[rng.randrange(5, 200000) for _ in range(context)] for _ in range(b)]
+    prompts = [[rng.randrange(5, min(200000, llm.config.vocab_size)) for _ in range(context)] for _ in range(b)]
 
     def answer(tokens: int) -> float:
         began = time.perf_counter()

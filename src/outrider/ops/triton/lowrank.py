@@ -28,8 +28,8 @@ from ..adapter_slots import RANGE_ROWS, RANK_STEP, SlotWeight
 from ..cuda.runtime import struct
 from .common import epilogue, gate_and_up, gdc_launch_dependents, gdc_wait, pdl_start, precision, prefetch, weight_rows
 
-BK = 128  # columns fetched at a time
-# minimum blocks of BK columns per span; maximum spans
+SPAN_COLUMNS = 128  # a span is a whole number of these
+# minimum of them per span; maximum spans
 SPAN_STEPS = 3
 MAX_SPANS = 24
 Lora = struct("lora.cuh", "Lora")
@@ -38,7 +38,22 @@ FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds
 
 def span_of(k: int) -> int:
     """Columns of a span: a function of the width of x."""
-    return BK * max(SPAN_STEPS, triton.cdiv(triton.cdiv(k, BK), MAX_SPANS))
+    return SPAN_COLUMNS * max(SPAN_STEPS, triton.cdiv(triton.cdiv(k, SPAN_COLUMNS), MAX_SPANS))
+
+
+@dataclass(frozen=True)
+class ShrinkTile:
+    """The shape of a program of `shrink`, which changes no bit: 16 columns are added at a time in any of them."""
+
+    columns: int  # fetched at a time
+    warps: int
+    registers: int  # limit per thread
+    stages: int = 4
+
+
+# Next to 24 warps of 80 registers a quarter of a multiprocessor has room for one warp of 32.
+SHRINK_TILES = {"128x2x64": ShrinkTile(128, 2, 64), "64x4x32": ShrinkTile(64, 4, 32)}
+SHRINK_TILE = SHRINK_TILES["128x2x64"]
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,11 @@ def shrink_kernel(
         tl.store(u + at, tl.zeros((BM, BR), dtype=u.dtype.element_ty), mask=live)
 
 
-def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl: bool = False) -> Shrunk:
+def shrink(
+    x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl: bool = False, tile: ShrinkTile | None = None
+) -> Shrunk:
     """scale · A x of the rows x [R, in]. counters: left at 0; not the product's, next to which this runs."""
+    tile = tile or SHRINK_TILE
     rows, k = x.shape
     _, parts, rank, _ = change.a.shape
     span = span_of(k)
@@ -145,8 +163,9 @@ def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl:
     lines = triton.next_power_of_2(triton.cdiv(span, 64))
     shrink_kernel[(len(ranges), spans, parts * rank // RANK_STEP)](
         x, change.a, change.scale, ranges, sums, u, counters, rows, k, x.stride(0), span, PARTS=parts, RANK=rank,
-        BM=RANGE_ROWS, BR=RANK_STEP, BK=BK, SPANS=spans, PREFETCH=lines if x.element_size() == 2 else 0,
-        PREC=precision(x), PDL=pdl, num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,
+        BM=RANGE_ROWS, BR=RANK_STEP, BK=tile.columns, SPANS=spans, PREFETCH=lines if x.element_size() == 2 else 0,
+        PREC=precision(x), PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        launch_pdl=pdl,
     )
     return Shrunk(u, change, ranges, x, sums, pdl)
 
