@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ import pytest
 from starlette.datastructures import State
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
+from outrider.server.answer import Answer, Json
 from outrider.server.app import create_app
 from outrider.server.model_info import ServedModel
+from outrider.server.openai import OpenAIWire
 from outrider.server.routes import ROUTES
 from outrider.server.settings import ServerSettings
 
@@ -70,3 +73,26 @@ def test_a_path_of_the_page_is_a_file_of_the_page(served: Served) -> None:
     assert "text/html" in served.http.get("/").headers["content-type"]
     assert "javascript" in served.http.get("/page/app.js").headers["content-type"]
     assert served.http.get("/page/routes.py").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_head_of_chunks_is_made_once_per_answer(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identity, model and fingerprint were written anew for every chunk."""
+    heads: list[Json] = []
+    head = OpenAIWire._head
+
+    def counted(wire: OpenAIWire, answer: Answer, chunk: str = "") -> Json:
+        heads.append(head(wire, answer, chunk))
+        return heads[-1]
+
+    monkeypatch.setattr(OpenAIWire, "_head", counted)
+    text = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**text, "max_tokens": 20, "n": 2, "stream": True, "stream_options": options, "return_token_ids": True}
+    events = served.http.post(path, json=body).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert len(chunks) > 4 and len(heads) == 1
+    for chunk in chunks:
+        fields = list(chunk)
+        assert fields[:6] == [*heads[0], "choices"] and fields[-1] == "usage"
+        assert {name: chunk[name] for name in heads[0]} == heads[0]

@@ -292,7 +292,11 @@ def _pieces(value: object, depth: int) -> Iterator[str]:
 
 def sse(data: Json, event: str | None = None) -> str:
     name = f"event: {event}\n" if event is not None else ""
-    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"{name}data: {compact_json(data)}\n\n"
+
+
+def compact_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def arguments_of(text: str) -> object:

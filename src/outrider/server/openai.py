@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from .. import __version__
 from ..types import RequestStats
-from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Scored, Table, ToolCall, Wire, sse
+from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Scored, Table, ToolCall, Wire, compact_json
 from .output import OutputPart
 from .schema import ChatRequest, CompletionRequest
 
@@ -19,6 +19,7 @@ class OpenAIWire(Wire):
         self._shape = shape
         self._chat = shape is ChatRequest
         self._old_calls = False  # `functions` were sent, as it was before there were tools
+        self._head_text = ""  # JSON of the fields that all chunks begin with, without its last brace
         self._begun: set[int] = set()  # choices that a chunk was made of
         self._offsets: dict[int, int] = {}  # of choices: where in the text the next token's entry begins
 
@@ -54,7 +55,8 @@ class OpenAIWire(Wire):
         else:
             text = c.echoed if job.max_zero else c.content
             said = {"index": index, "text": text, **_of_prompt(answer, c)}
-        out = {**self._choice(answer, c, [*_prompt_scores(answer, c), *c.logprobs], said), **self._end(answer, c)}
+        scored = [*_prompt_scores(answer, c), *c.logprobs]
+        out = {**self._choice(answer, c, scored=scored, said=said), **self._end(answer, c)}
         if body.return_token_ids:
             out["token_ids"] = [] if job.max_zero else c.ids
         if body.outrider.token_kinds:
@@ -69,31 +71,32 @@ class OpenAIWire(Wire):
             first = [self._chunk(answer, c, {"role": "assistant", "content": c.echoed}) for c in answer.choices]
         else:
             echoed = [c for c in answer.choices if c.echoed]
-            first = [self._chunk(answer, c, {"content": c.echoed}, _prompt_scores(answer, c)) for c in echoed]
-        return _written(answer, first)
+            first = [self._chunk(answer, c, {"content": c.echoed}, scored=_prompt_scores(answer, c)) for c in echoed]
+        return self._events(answer, first)
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         job = answer.job
         body = answer.job.body
-        told = Delta(ids=delta.ids) if job.max_zero else delta
-        fields = [self._fields(choice, part) for part in told.parts]
-        if not fields and (told.logprobs or told.tokens or (body.return_token_ids and told.ids)):
+        if job.max_zero:
+            delta = Delta(ids=delta.ids)
+        fields = [self._fields(choice, part) for part in delta.parts]
+        if not fields and (delta.logprobs or delta.tokens or (body.return_token_ids and delta.ids)):
             fields = [{}]  # text is held back (half a character, a possible tag), the tokens are not
         out = []
         for i, new in enumerate(fields):
-            first: Json = {"token_ids": told.ids} if body.return_token_ids and i == 0 else {}
-            out.append(self._chunk(answer, choice, new, () if i else told.logprobs, first))
-            if told.tokens and i == 0:
-                out[-1]["outrider"] = {"tokens": told.tokens, **told.draft}
+            first: Json = {"token_ids": delta.ids} if body.return_token_ids and i == 0 else {}
+            out.append(self._chunk(answer, choice, new, scored=() if i else delta.logprobs, more=first))
+            if delta.tokens and i == 0:
+                out[-1]["outrider"] = {"tokens": delta.tokens, **delta.draft}
         if choice.finish is not None:
-            out.append(self._chunk(answer, choice, {}, (), self._end(answer, choice)))
+            out.append(self._chunk(answer, choice, {}, more=self._end(answer, choice)))
             if body.outrider.stats:
                 out[-1]["outrider"] = statistics([choice.stats], job.seed + choice.index)
-        return _written(answer, out)
+        return self._events(answer, out)
 
     def closing(self, answer: Answer) -> str:
-        last: Json = {**self._head(answer, ".chunk"), "choices": [], "usage": usage(answer)}
-        return (sse(last) if answer.job.body.usage is not None else "") + "data: [DONE]\n\n"
+        last: Json = {"choices": [], "usage": usage(answer)}
+        return (self._event(answer, last) if answer.job.body.usage is not None else "") + "data: [DONE]\n\n"
 
     def _fields(self, choice: AnswerChoice, part: OutputPart) -> Json:
         if part.kind in ("content", "reasoning"):
@@ -107,15 +110,27 @@ class OpenAIWire(Wire):
         return {"tool_calls": [{"index": part.index, **named, "function": function}]}
 
     def _chunk(
-        self, answer: Answer, choice: AnswerChoice, delta: Json, logprobs: Scored = (), more: Json | None = None
+        self, answer: Answer, choice: AnswerChoice, delta: Json, scored: Scored = (), more: Json | None = None
     ) -> Json:
+        """A chunk without its head, which is the same in all of an answer."""
         said: Json = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        body = {**self._choice(answer, choice, logprobs, said), **(more or {})}
-        out: Json = {**self._head(answer, ".chunk"), "choices": [body]}
+        body = {**self._choice(answer, choice, scored=scored, said=said), **(more or {})}
+        out: Json = {"choices": [body]}
         if choice.index not in self._begun:
             (out if self._chat else body).update(_of_prompt(answer, choice))
         self._begun.add(choice.index)
         return out
+
+    def _events(self, answer: Answer, chunks: Sequence[Json]) -> str:
+        wanted = answer.job.body.usage
+        so_far = {} if wanted is None else {"usage": usage(answer) if wanted == "continuous" else None}
+        return "".join(self._event(answer, {**chunk, **so_far}) for chunk in chunks)
+
+    def _event(self, answer: Answer, chunk: Json) -> str:
+        """One event of the stream; the head of its chunk is encoded once per answer."""
+        if not self._head_text:
+            self._head_text = compact_json(self._head(answer, ".chunk")).removesuffix("}")
+        return f"data: {self._head_text},{compact_json(chunk)[1:]}\n\n"
 
     # ---- both
 
@@ -165,12 +180,6 @@ class OpenAIWire(Wire):
         }
 
 
-def _written(answer: Answer, chunks: Sequence[Json]) -> str:
-    asked = answer.job.body.usage
-    so_far = {} if asked is None else {"usage": usage(answer) if asked == "continuous" else None}
-    return "".join(sse({**chunk, **so_far}) for chunk in chunks)
-
-
 def _function(call: ToolCall) -> Json:
     return {"name": call.name, "arguments": call.arguments}
 
@@ -190,7 +199,7 @@ def _prompt_scores(answer: Answer, choice: AnswerChoice) -> list[tuple[int, Tabl
 
 
 def _of_prompt(answer: Answer, choice: AnswerChoice) -> Json:
-    """What is told of a prompt once; of its log-probabilities vLLM's shape, {id: {logprob, rank, decoded_token}}."""
+    """Fields of a prompt, sent once; log-probabilities in vLLM's shape: {id: {logprob, rank, decoded_token}}."""
     job = answer.job
     out: Json = {"prompt_token_ids": choice.prompt} if job.body.return_token_ids else {}
     if job.prompt_logprobs is None or job.echo_logprobs:
@@ -221,7 +230,7 @@ def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
     return {
         **sums("cycles", "drafted", "accepted", "trees", "branched"),
         "tokens_per_cycle": round((accepted + cycles) / cycles, 4) if cycles else 0.0,
-        "by_position": [{"drafted": drafted, "accepted": found} for drafted, found in positions if drafted],
+        "by_position": [{"drafted": d, "accepted": a} for d, a in positions if d],
         "prefill_ms": round(1e3 * max((s.prefill_s for s in known), default=0.0), 3),
         "decode_ms": round(1e3 * max((s.decode_s for s in known), default=0.0), 3),
         "ttft_ms": round(1e3 * min((s.ttft_s for s in known), default=0.0), 3),

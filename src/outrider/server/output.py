@@ -1,13 +1,14 @@
 """From text to message parts: thoughts, content, tool calls. The same parts however the text was cut.
 
 Under speculation one event carries many tokens, and a tag can begin in one event and end in another. So every parser
-here reads character by character and holds back only what may still turn out to be a tag: any cutting of the same text
-gives the same parts (adjacent pieces of one part are joined). `tests/property/test_output_chunking.py` holds us to it.
+here takes spans of text and holds back only what may still turn out to be a tag: any cutting of the same text gives
+the same parts (adjacent pieces of one part are joined). `tests/property/test_output_chunking.py` holds us to it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, str, T]  # gets a character at every `yield`
+Reading = Generator[None, None, T]  # waits for more text at every `yield`
 Kind = Literal["reasoning", "content", "call", "args"]
 
 
@@ -33,12 +34,33 @@ class EndOfText(Exception):
         self.complete = complete
 
 
-class CharParser(ABC):
-    """A parser as a coroutine: `_read` gets one character after the other and appends to `_out`."""
+class Tags:
+    """Finds the first of some tags in a text. No tag may be a prefix or a part of another; there may be none."""
+
+    def __init__(self, *tags: str) -> None:
+        self._tag = re.compile("|".join(map(re.escape, tags)) or "(?!)")
+        self._beginnings = {tag[:length] for tag in tags for length in range(1, len(tag))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def find(self, text: str, start: int) -> tuple[int, int]:
+        """Begin and end of the first tag. If there is none: where a tag may have begun, twice; else the text's end."""
+        match = self._tag.search(text, start)
+        if match is not None:
+            return match.span()
+        for begin in range(max(start, len(text) - self._longest), len(text)):
+            if text[begin:] in self._beginnings:
+                return begin, begin
+        return len(text), len(text)
+
+
+class TextParser(ABC):
+    """A parser as a coroutine: `_read` takes the text that has come, span by span, and appends to `_out`."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._out: list[OutputPart] = []
+        self._text = ""
+        self._position = 0  # the text before it was read
         self._reading = self._read()
         next(self._reading)
 
@@ -46,8 +68,9 @@ class CharParser(ABC):
     def _read(self) -> Reading[None]: ...
 
     def feed(self, text: str) -> list[OutputPart]:
-        for char in text:
-            self._reading.send(char)
+        self._text = self._text[self._position :] + text
+        self._position = 0
+        next(self._reading)
         return self._take()
 
     def finish(self, complete: bool) -> list[OutputPart]:
@@ -55,17 +78,45 @@ class CharParser(ABC):
             self._reading.throw(EndOfText(complete))
         return self._take()
 
-    def _until(self, tags: TagParser, text: Callable[[str], None]) -> Reading[str]:
-        """The next tag. What stands before it, or before the end, goes to `text`."""
-        tag = None
+    # ---- reading
+
+    def _span(self, tags: Tags) -> Reading[tuple[str, bool]]:
+        """The text before the next tag, as far as it has come, and False; if there is none, the tag and True."""
+        while True:
+            start = self._position
+            begin, end = tags.find(self._text, start)
+            if begin > start:
+                self._position = begin
+                return self._text[start:begin], False
+            if end > begin:
+                self._position = end
+                return self._text[begin:end], True
+            yield
+
+    def _until(self, tags: Tags, emit: Callable[[str], None]) -> Reading[str]:
+        """The next tag. The text before it, or before the end, goes to `emit`."""
         try:
-            while tag is None:
-                free, tag = tags.feed((yield))
-                text(free)
+            while True:
+                span, is_tag = yield from self._span(tags)
+                if is_tag:
+                    return span
+                emit(span)
         except EndOfText:
-            text(tags.flush())
+            emit(self._unread())
             raise
-        return tag
+
+    def _char(self) -> Reading[str]:
+        while self._position == len(self._text):
+            yield
+        char = self._text[self._position]
+        self._position += 1
+        return char
+
+    def _unread(self) -> str:
+        """What has come and was held back; it counts as read now."""
+        text = self._text[self._position :]
+        self._position = len(self._text)
+        return text
 
     def _take(self) -> list[OutputPart]:
         out = self._out
@@ -109,33 +160,7 @@ class ParserChain:
         return out
 
 
-Parser = CharParser | PlainText | ParserChain
-
-
-class TagParser:
-    """Finds tags in a stream of characters; holds back only what may begin one. No tag may be a prefix of another."""
-
-    def __init__(self, *tags: str) -> None:
-        self.tags = tags
-        self.held = ""
-
-    def feed(self, char: str) -> tuple[str, str | None]:
-        """(text that is certainly not a tag, the tag that just ended or None)."""
-        self.held += char
-        free = ""
-        while self.held and not any(tag.startswith(self.held) for tag in self.tags):
-            free = free + self.held[0]
-            self.held = self.held[1:]
-        if self.held in self.tags:
-            tag = self.held
-            self.held = ""
-            return free, tag
-        return free, None
-
-    def flush(self) -> str:
-        held = self.held
-        self.held = ""
-        return held
+Parser = TextParser | PlainText | ParserChain
 
 
 def join(parts: Iterable[OutputPart]) -> list[OutputPart]:
@@ -152,7 +177,7 @@ def join(parts: Iterable[OutputPart]) -> list[OutputPart]:
 
 
 def loaded(text: str | bytes, otherwise: object = None) -> object:
-    """What JSON text says; `otherwise` if it is none, or nests too deep."""
+    """The value of a JSON text; `otherwise` if it is not JSON, or nests too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .output import CharParser, EndOfText, OutputPart, Reading, TagParser
+from .output import EndOfText, OutputPart, Reading, Tags, TextParser
 from .tools import GEMMA_OPEN
 
 MAX_HEADER = 24  # characters of a channel's name
@@ -29,10 +29,12 @@ GEMMA4_CHANNEL = ThoughtFormat("<|channel>", "<channel|>", header=True, only_fir
 THINK_TAGS = ThoughtFormat("<think>", "</think>", header=False, only_first=True)
 
 
-class Thoughts(CharParser):
+class Thoughts(TextParser):
     def __init__(self, form: ThoughtFormat, prompt_tail: str = "") -> None:
         self._form = form
-        self._opening = TagParser(form.open)
+        self._opening = Tags(form.open)
+        self._closing = Tags(form.close, *form.ended_by)
+        self._end_of_header = Tags("\n", form.close, *form.ended_by)
         self._began = False  # a thought or content
         self._blank = ""  # white space held back: it is dropped at the edges of thoughts
         self._fresh = True  # nothing but white space since the last edge
@@ -47,12 +49,11 @@ class Thoughts(CharParser):
         while True:
             if not inside:
                 yield from self._content()
-            closing = TagParser(self._form.close, *self._form.ended_by)
-            tag = None
+            tag = ""
             if self._form.header and not inside:
-                tag = yield from self._header(closing)
-            if tag is None:
-                tag = yield from self._until(closing, partial(self._text, "reasoning"))
+                tag = yield from self._header()
+            if not tag:
+                tag = yield from self._until(self._closing, partial(self._emit, "reasoning"))
             self._edge()
             if tag in self._form.ended_by:
                 self._fresh = False
@@ -60,28 +61,32 @@ class Thoughts(CharParser):
             inside = False
 
     def _content(self) -> Reading[None]:
-        """Up to an opening tag."""
+        """Reads up to an opening tag, which may change with the first text (`_begin`)."""
         try:
-            yield from self._until(self._opening, partial(self._text, "content"))
+            while True:
+                span, is_tag = yield from self._span(self._opening)
+                if is_tag:
+                    break
+                self._emit("content", span)
         except EndOfText:
+            self._emit("content", self._unread())
             if not self._began:
                 self._out.append(OutputPart("content", self._blank))
             raise
         self._begin()
         self._edge()
 
-    def _header(self, closing: TagParser) -> Reading[str | None]:
-        """The channel's name. An empty channel may close without a newline: then the tag that did."""
+    def _header(self) -> Reading[str]:
+        """Skips the channel's name. An empty channel may close without a newline: then the tag that did, else ""."""
         name = ""
-        while (char := (yield)) != "\n":
-            free, tag = closing.feed(char)
-            name += free
-            if tag is not None:
-                return tag
-            if len(name) > MAX_HEADER:  # no channel's name: thoughts began on the first line
-                self._text("reasoning", name)
-                break
-        return None
+        while True:
+            span, is_tag = yield from self._span(self._end_of_header)
+            if is_tag:
+                return "" if span == "\n" else span
+            name += span
+            if len(name) > MAX_HEADER:  # not a channel's name: thoughts began on the first line
+                self._emit("reasoning", name)
+                return ""
 
     def _edge(self) -> None:
         self._blank = ""
@@ -90,16 +95,22 @@ class Thoughts(CharParser):
     def _begin(self) -> None:
         self._began = True
         if self._form.only_first:
-            self._opening.tags = ()
+            self._opening = Tags()
 
-    def _text(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        for char in text:
-            if char.isspace() and (kind == "reasoning" or self._fresh):
-                self._blank += char
-                continue
-            if not self._began:
-                self._begin()
-                self._fresh = False  # leading blanks belong to the answer when no thought came before it
-            self._out.append(OutputPart(kind, char if self._fresh else self._blank + char))
-            self._blank = ""
-            self._fresh = False
+    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        """White space in thoughts waits for the text behind it, and so does that before the first text of an answer."""
+        bare = text.strip()
+        if not bare and (kind == "reasoning" or self._fresh):
+            self._blank += text
+            return
+        if not self._began:
+            self._begin()
+            self._fresh = False  # leading blanks belong to the answer when no thought came before it
+        text = text.lstrip() if self._fresh else self._blank + text
+        self._blank = ""
+        if kind == "reasoning":
+            visible = text.rstrip()
+            self._blank = text[len(visible) :]
+            text = visible
+        self._fresh = False
+        self._out.append(OutputPart(kind, text))

@@ -14,7 +14,7 @@ import re
 from abc import abstractmethod
 from contextlib import suppress
 
-from .output import CharParser, EndOfText, OutputPart, Reading, TagParser, join, loaded
+from .output import EndOfText, OutputPart, Reading, Tags, TextParser, join, loaded
 
 GEMMA_OPEN = "<|tool_call>"
 GEMMA_CLOSE = "<tool_call|>"
@@ -30,12 +30,14 @@ WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True
 CLOSERS = {"{": "}", "[": "]", '"': '"'}
 BEGINNINGS = {"": "{,[]", "{": '"}'}  # of a call's object: what may follow, white space apart
 MAX_HEAD = 160  # characters between the opening tag and the arguments
+STRING_SYNTAX = Tags('"', "\\")
+JSON_SYNTAX = Tags("{", "}", "[", "]", '"', JSON_CLOSE)  # outside of strings
 
 
-class _Calls(CharParser):
-    """What both parsers share: content outside of calls, white space around calls dropped, the numbering."""
+class _Calls(TextParser):
+    """Base of both parsers: content outside of calls, white space around calls dropped, the numbering."""
 
-    open_tag: str
+    open_tag: Tags
 
     def __init__(self) -> None:
         self._blank = ""
@@ -47,20 +49,19 @@ class _Calls(CharParser):
 
     def _read(self) -> Reading[None]:
         while True:
-            yield from self._until(TagParser(self.open_tag), self._content)
+            yield from self._until(self.open_tag, self._content)
             yield from self._block()
 
     @abstractmethod
     def _block(self) -> Reading[None]:
-        """What follows an opening tag, up to its closing tag. Takes the end of the text for the end of the block."""
+        """Reads from an opening tag to its closing tag. Takes the end of the text for the end of the block."""
 
     def _content(self, text: str) -> None:
-        for char in text:
-            if char.isspace():
-                self._blank += char
-            else:
-                self._out.append(OutputPart("content", self._blank + char))
-                self._blank = ""
+        visible = text.rstrip()
+        if visible:
+            self._out.append(OutputPart("content", self._blank + visible))
+            self._blank = ""
+        self._blank += text[len(visible) :]
 
     def _call(self, name: str) -> None:
         self._blank = ""
@@ -74,14 +75,16 @@ class _Calls(CharParser):
 class GemmaCalls(_Calls):
     """Translates Gemma 4's arguments to JSON on the fly."""
 
-    open_tag = GEMMA_OPEN
+    open_tag = Tags(GEMMA_OPEN)
+    close_tag = Tags(GEMMA_CLOSE)
+    quote = Tags(GEMMA_QUOTE)
 
     def _block(self) -> Reading[None]:
         head = ""
         named = None
         try:
             while named is None:
-                char = yield
+                char = yield from self._char()
                 named = GEMMA_HEAD.fullmatch(head) if char == "{" else None
                 head += char
                 if named is None and (char == "{" or len(head) > MAX_HEAD or head.endswith(GEMMA_CLOSE)):
@@ -94,7 +97,7 @@ class GemmaCalls(_Calls):
         self._push("{")
         try:
             yield from self._arguments()
-            yield from self._until(TagParser(GEMMA_CLOSE), _drop)
+            yield from self._until(self.close_tag, _drop)
         except EndOfText as e:
             self._args("".join(reversed(self._stack)) if e.complete else "")
 
@@ -107,7 +110,10 @@ class GemmaCalls(_Calls):
     def _key(self) -> Reading[bool]:
         """False: the object ended."""
         text = ""
-        while (char := (yield)) != ":":
+        while True:
+            char = yield from self._char()
+            if char == ":":
+                break
             if char == "}" and not text.strip():
                 return False
             text += char if char != "," or text.strip() else ""
@@ -123,7 +129,7 @@ class GemmaCalls(_Calls):
         comma, missing = (self._comma, "") if self._in_list else ("", "null")
         try:
             while True:
-                char = yield
+                char = yield from self._char()
                 if not text and (char.isspace() or (char == "," and self._in_list)):
                     continue
                 if char in ",}]" or (not text and char in CLOSERS):
@@ -143,8 +149,7 @@ class GemmaCalls(_Calls):
         self._args(comma)
         self._push('"' if text else char)
         if self._stack[-1] == '"':
-            inside = self._until(TagParser(GEMMA_QUOTE), lambda text: self._args(_dumps(text)[1:-1]))
-            yield from inside if text else self._string()
+            yield from self._until(self.quote, self._escaped_args) if text else self._string()
             self._pop()
         return False
 
@@ -155,11 +160,19 @@ class GemmaCalls(_Calls):
         self._comma = ","
 
     def _string(self) -> Reading[None]:
-        escaped = False
-        while (char := (yield)) != '"' or escaped:
-            raw = escaped or char == "\\"
-            self._args(char if raw else _dumps(char)[1:-1])
-            escaped = raw and not escaped
+        """Reads a string in JSON's quotes to its end. What follows a backslash stays as it is."""
+        while True:
+            span, is_syntax = yield from self._span(STRING_SYNTAX)
+            if span == '"':
+                return
+            if not is_syntax:
+                self._escaped_args(span)
+                continue
+            self._args(span)
+            self._args((yield from self._char()))
+
+    def _escaped_args(self, text: str) -> None:
+        self._args(_dumps(text)[1:-1])
 
     @property
     def _in_list(self) -> bool:
@@ -179,53 +192,55 @@ class JsonCalls(_Calls):
     """One object or a list of objects with `name` and `arguments` (or `parameters`). Arguments behind the name are
     passed on as they come; of an object in another order, when it is whole."""
 
-    open_tag = JSON_OPEN
+    open_tag = Tags(JSON_OPEN)
+    close_tag = Tags(JSON_CLOSE)
 
     def _block(self) -> Reading[None]:
-        """A block that no call came out of is content; of another, what is not JSON of the right shape is dropped."""
+        """Without a call, the block is content; beside calls, text that is not JSON of the right shape is dropped."""
         self._raw = [JSON_OPEN]
         before = self.calls
-        close = TagParser(JSON_CLOSE)
         try:
-            while (yield from self._object(close)):
+            while (yield from self._object()):
                 pass
         except _Broken:
             if self.calls > before:
-                yield from self._until(close, _drop)
+                yield from self._until(self.close_tag, _drop)
         except EndOfText:
-            pass
+            self._raw.append(self._unread())
         if self.calls == before and "".join(self._raw[1:]).strip() != "[]" + JSON_CLOSE:
             self._content("".join(self._raw))
 
-    def _object(self, close: TagParser) -> Reading[bool]:
+    def _object(self) -> Reading[bool]:
         """The next object: up to its last brace or, outside of strings, the closing tag. False: the block ended."""
         text = ""
         stage = "head"
         nesting = _Nesting()
         try:
             while True:
-                char = yield
-                self._raw.append(char)  # a long text by += would be copied for every character
-                free, tag = (char, None) if nesting.quoted else close.feed(char)
-                for char in free:
-                    if stage == "head" and not char.isspace() and char not in BEGINNINGS.get(text.strip(), char):
-                        raise _Broken
-                    if not text and char != "{":
-                        continue
-                    text += char
-                    nesting.feed(char)
-                    if stage == "args":
-                        self._args(char)
-                        stage = "rest" if len(nesting.open) == 1 else "args"
-                    elif stage == "head" and char == "{" and (head := JSON_HEAD.fullmatch(text)):
-                        self._call(head[1])
-                        self._args(char)
-                        stage = "args"
-                if tag is not None:
+                span, _ = yield from self._span(STRING_SYNTAX if nesting.quoted else JSON_SYNTAX)
+                self._raw.append(span)  # a long text by += would be copied for every span
+                if span == JSON_CLOSE and not nesting.quoted:
                     with suppress(_Broken):
                         self._end(stage, text, nesting)
                     return False
-                if text and not nesting.open:
+                first = span.lstrip()[:1]
+                if stage == "head" and first and first not in BEGINNINGS.get(text.strip(), first):
+                    self._read_again(span[span.index(first) + 1 :])  # a tag may stand there
+                    raise _Broken
+                if not text and span != "{":
+                    continue
+                text += span
+                nesting.feed(span)
+                if stage == "args":
+                    self._args(span)
+                    stage = "rest" if len(nesting.open) == 1 else "args"
+                elif stage == "head" and span == "{":
+                    head = JSON_HEAD.fullmatch(text)
+                    if head is not None:
+                        self._call(head[1])
+                        self._args(span)
+                        stage = "args"
+                if not nesting.open:
                     self._end(stage, text, nesting)
                     return True
         except EndOfText as e:
@@ -233,6 +248,11 @@ class JsonCalls(_Calls):
                 with suppress(_Broken):
                     self._end(stage, text, nesting)
             raise
+
+    def _read_again(self, rest: str) -> None:
+        """Takes back the end of the last span."""
+        self._position -= len(rest)
+        self._raw.append(self._raw.pop().removesuffix(rest))
 
     def _end(self, stage: str, text: str, nesting: _Nesting) -> None:
         """The end of an object, which closes what is open."""
@@ -243,20 +263,20 @@ class JsonCalls(_Calls):
 
     def _whole(self, text: str) -> None:
         """A call out of a whole object."""
-        found = loaded(text)
-        name = found.get("name") if isinstance(found, dict) else None
-        if not isinstance(found, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
+        call = loaded(text)
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise _Broken
-        given = found.get("arguments", found.get("parameters"))
-        if isinstance(given, str):  # some models write a string that holds JSON
-            given = loaded(given)
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):  # some models write a string that holds JSON
+            arguments = loaded(arguments)
         self._call(name)
-        whole = _dumps(given if isinstance(given, dict) else {})
+        whole = _dumps(arguments if isinstance(arguments, dict) else {})
         self._args(whole.encode("utf-8", "replace").decode())  # a ? for each lone surrogate
 
 
 class _Nesting:
-    """What closes the strings and brackets of a JSON text that are open."""
+    """Closers of the strings and brackets of a JSON text that are open."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -266,14 +286,15 @@ class _Nesting:
     def quoted(self) -> bool:
         return bool(self.open) and self.open[-1] == '"'
 
-    def feed(self, char: str) -> None:
+    def feed(self, span: str) -> None:
+        """span: one character of the syntax, or text without any."""
         if self.quoted:
-            if char == '"' and not self._escaped:
+            if span == '"' and not self._escaped:
                 self.open.pop()
-            self._escaped = char == "\\" and not self._escaped
-        elif char in CLOSERS:
-            self.open.append(CLOSERS[char])
-        elif char in "}]" and self.open:
+            self._escaped = span == "\\" and not self._escaped
+        elif span in CLOSERS:
+            self.open.append(CLOSERS[span])
+        elif span in ("}", "]") and self.open:
             self.open.pop()
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from outrider.server import reasoning, tools
 from outrider.server.answer import arguments_of, encoded
 from outrider.server.output import OutputPart, Parser, ParserChain, join
 from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
@@ -160,6 +161,40 @@ def test_arguments_that_json_cannot_say_do_not_break_an_answer(value: str, meant
     for text in (f'"name": "f", "arguments": {{"x": {value}}}', f'"arguments": {{"x": {value}}}, "name": "f"'):
         parts = run(JsonCalls(), f"<tool_call>{{{text}}}</tool_call>")
         assert encoded([part for _, part in parts])
+
+
+def test_a_call_behind_a_stray_bracket_is_a_call() -> None:
+    """The bracket and the tag's first character were read together, so the tag was text."""
+    text = '<tool_call><<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert run(JsonCalls(), text) == [("content", "<tool_call><"), ("call", "f"), ("args", "{}")]
+
+
+LONG = "some words, " * 500
+IN_SPANS = {
+    "content": (Thoughts(THINK_TAGS), LONG),
+    "thoughts": (Thoughts(GEMMA4_CHANNEL), f"<|channel>thought\n{LONG}<channel|>{LONG}"),
+    "gemma call": (GemmaCalls(), f'{LONG}<|tool_call>call:f{{a:<|"|>{LONG}<|"|>}}<tool_call|>'),
+    "gemma call with JSON strings": (GemmaCalls(), f'<|tool_call>call:f{{a:"{LONG}"}}<tool_call|>'),
+    "JSON call": (JsonCalls(), f'{LONG}<tool_call>{{"name": "f", "arguments": {{"a": "{LONG}"}}}}</tool_call>'),
+}
+
+
+@pytest.mark.parametrize("name", IN_SPANS)
+def test_text_is_passed_on_in_spans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every character of a text became a part of its own, which were joined then."""
+    parser, text = IN_SPANS[name]
+    num_parts = 0
+
+    def counted(kind: str, text: str, index: int = 0) -> OutputPart:
+        nonlocal num_parts
+        num_parts += 1
+        return OutputPart(kind, text, index)  # type: ignore[arg-type]
+
+    for module in (reasoning, tools):
+        monkeypatch.setattr(module, "OutputPart", counted)
+    parts = [*parser.feed(text), *parser.finish(True)]
+    assert sum(len(part.text) for part in parts) >= len(LONG.strip())
+    assert num_parts < 30
 
 
 def test_what_cannot_become_a_call_is_not_held_back() -> None:
