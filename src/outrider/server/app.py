@@ -1,20 +1,17 @@
-"""The app: reads, admits, prepares, schedules and answers a request. Each of these stages is a module.
+"""The app: models behind routes. The steps of a request on its way to the engine are in intake.py.
 
-No work is done for a request before it is allowed: sizes are checked before texts are read, admission comes before
-tokenising, and clients take turns at every stage (fair.py), so that a client's requests delay only that client.
+Clients take turns at every stage (fair.py), so that a client's requests delay only that client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -23,21 +20,21 @@ from starlette.exceptions import HTTPException
 
 from .. import __version__
 from ..engine.text import LONG
-from .answer import JSON_TYPE, Answer, Json, Wire
+from .answer import Json, Wire
 from .batches import Batches
-from .call import Call, EventStream, TimeLimit, timed_out, unless_gone, whole
+from .call import Call, EventStream, timed_out, unless_gone, whole
 from .errors import ApiError, api_error, read, shutting_down
 from .fair import FairExecutor, FairGate, Lane, lanes
-from .limits import Admission, Keys, RequestGuard, prefix_namespace
-from .metrics import ServerMetrics, route_of
+from .intake import Intake, check_headers
+from .limits import Admission, Keys, RequestGuard
+from .metrics import ServerMetrics
 from .model_info import ServedModel
 from .model_pool import LoadedModel, ModelPool
 from .ollama import untagged
 from .prepare import Preparer
 from .recorder import PromptRecorder
 from .routes import add_routes
-from .schema import ChatRequest, Named
-from .scoring import score
+from .schema import Named
 from .settings import ServerSettings
 from .stores import FileStore, ResponseStore
 from .tracing import Tracing
@@ -50,7 +47,6 @@ MOST_WAITING = 32
 BIG_BODY = 256 << 10
 BIG_BODIES = 4
 UNBOUNDED = 1 << 30
-MAX_WARNING = 600  # characters of a header
 T = TypeVar("T")
 
 
@@ -121,16 +117,20 @@ class Server:
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
-        async with self.received(request) as got:
-            several = len(self.pool.slots) > 1 and got.raw
-            named = await got.parsed(Named.model_validate_json) if several else Named()
+        async with self.received(request) as received:
+            several = len(self.pool.slots) > 1 and received.raw
+            named = await received.parsed(Named.model_validate_json) if several else Named()
             with ExitStack() as stack:
-                model, _ = await unless_gone(request, self.borrow(request, got, untagged(named.model), stack))
-                # rendered off the loop, too: a long text has many tokens
-                return await got.work(
-                    lambda: JSONResponse(read(got.raw, lambda data: work(data, model.prepare))),
-                    media=(model.prepare.sees and b"image" in got.raw) or (model.prepare.hears and b"audio" in got.raw),
-                )
+                borrowed = self.borrow(request, received, name=untagged(named.model), stack=stack)
+                model, _ = await unless_gone(request, borrowed)
+                sees = model.prepare.sees and b"image" in received.raw
+                hears = model.prepare.hears and b"audio" in received.raw
+
+                def render() -> Response:
+                    return JSONResponse(read(received.raw, lambda data: work(data, model.prepare)))
+
+                # off the loop, too: a long text has many tokens
+                return await received.work(render, media=sees or hears)
 
     @asynccontextmanager
     async def received(self, request: Request) -> AsyncIterator[ReceivedBody]:
@@ -146,7 +146,8 @@ class Server:
                     if chunked or int(request.headers.get("content-length", 0)) > BIG_BODY:
                         await self.big_bodies.acquire(client)
                         room.callback(self.big_bodies.release, client)
-                    yield ReceivedBody(await request.body(), client, room, self.lanes)
+                    raw = await request.body()
+                    yield ReceivedBody(raw, client, room=room, lanes=self.lanes)
         except TimeoutError:
             raise timed_out(self.time_limit(request)) from None
 
@@ -156,7 +157,7 @@ class Server:
         return seconds
 
     async def borrow(
-        self, request: Request, got: ReceivedBody, name: str | None, stack: ExitStack
+        self, request: Request, received: ReceivedBody, *, name: str | None, stack: ExitStack
     ) -> tuple[LoadedModel, str | None]:
         """The model of this name until `stack` is closed, and the adapter that the name asks for. A model that must be
         loaded first is waited for in a place of its own. What the sender should know becomes a header of the answer
@@ -164,73 +165,23 @@ class Server:
         slot, request.state.warning = self.pool.resolve(name)
         ready = self.pool.ready(slot)
         if not ready:
-            got.room.close()  # a load may take longer than other bodies of this client may take to arrive
-        with nullcontext() if ready else self.admission.enter(1, got.client):
+            received.room.close()  # a load may take longer than other bodies of this client may take to arrive
+        with nullcontext() if ready else self.admission.enter(1, received.client):
             model = await self.pool.acquire(slot)
         stack.callback(self.pool.release, slot)
         return model, slot.adapter(name)
 
     async def _call(self, request: Request, wire: Wire) -> Call:
         began = time.monotonic()
-        kind = request.headers.get("content-type", JSON_TYPE).partition(";")[0].strip().lower()
-        wire.check_type(kind, from_browser="origin" in request.headers)
-        if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            message = "Compressed bodies can't be read here: send it without Content-Encoding."
-            raise ApiError(415, message, code="unsupported_media_type")
-        stack = ExitStack()
+        check_headers(request, wire)
+        resources = ExitStack()
         try:
-            async with self.received(request) as got:
-                return await unless_gone(request, self._begin(request, got, wire, stack, began))
+            async with self.received(request) as received:
+                intake = Intake(self, request, received, wire=wire, resources=resources, began=began)
+                return await unless_gone(request, intake.call())
         except BaseException:
-            stack.close()
+            resources.close()
             raise
-
-    async def _begin(self, request: Request, got: ReceivedBody, wire: Wire, stack: ExitStack, began: float) -> Call:
-        """Read, admit, prepare, compile, and submit if it is our turn. `stack` gives back what was taken on the way."""
-        client = got.client
-        body = await got.work(lambda: wire.read(got.raw))
-        model, adapter = await self.borrow(request, got, body.model, stack)
-        many = partial(model.prepare.answers, body)
-        answers = await got.work(many) if got.long else many()
-        for name in body.ignored:
-            self.metrics.ignored.labels(name).inc()
-        stack.enter_context(self.admission.enter(answers, client))
-        if request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes"):
-            body.outrider = body.outrider.model_copy(update={"stats": True})
-        media = isinstance(body, ChatRequest) and body.has_media
-        job = await got.work(lambda: model.prepare.job(body), media)
-        if len(job.requests) > answers:  # a long file of sound has several pieces
-            stack.enter_context(self.admission.enter(len(job.requests) - answers, client))
-        got.room.close()
-        if self.recorder is not None:
-            await got.work(partial(self.recorder.take, request.state.path, got.raw))
-        namespace = b"" if self.settings.share_prefixes else prefix_namespace(client)
-        if body.cache_salt is not None:
-            namespace = hashlib.blake2b(body.cache_salt.encode(), key=namespace, digest_size=16).digest()
-        grammar = None if job.grammar is None else await model.grammars.get(job.grammar, client)
-        if grammar is not None and grammar.unenforced:
-            warn(request, f"schema keywords that are not enforced: {grammar.unenforced}")
-        for r in job.requests:
-            r.adapter = adapter
-            r.namespace = namespace
-            r.client = client
-            if grammar is not None:
-                r.params = replace(r.params, grammar=grammar)
-            if self.settings.log_prompts:
-                log.info("prompt %s: %r", r.id, model.backend.tokenizer.decode(r.prompt))
-
-        answer = Answer(job, model.backend.tokenizer, model.name if adapter is None else f"{model.name}:{adapter}")
-        route = route_of(request.state.path)
-        call = Call(self, model, answer, wire, stack, route, TimeLimit(began, self.time_limit(request)))
-        if self.tracing is not None:
-            arrived = time.time() - (time.monotonic() - began)
-            stack.callback(
-                self.tracing.ended, dict(request.headers), request.state.request_id, route, answer, model.name, arrived
-            )
-        await score(model, answer, client)
-        if not model.turns.would_wait(client):
-            await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
-        return call
 
     async def close(self) -> None:
         await self.batches.close()
@@ -240,13 +191,6 @@ class Server:
             lane.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
-
-
-def warn(request: Request, message: str) -> None:
-    """Adds a sentence to the answer's X-Outrider-Warning header (limits.py)."""
-    earlier = getattr(request.state, "warning", None)
-    both = message if earlier is None else f"{earlier}; {message}"
-    request.state.warning = both if len(both) <= MAX_WARNING else f"{both[:MAX_WARNING]} ..."
 
 
 def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> FastAPI:
@@ -266,12 +210,12 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        asked = f"{request.method} {request.state.path[:100]}"
-        known = {
-            404: f"No such route: {asked}. OpenAI's and Anthropic's routes are under /v1, Ollama's under /api.",
-            405: f"{asked}: this method is not allowed here, {(error.headers or {}).get('Allow', 'another')} is.",
+        route = f"{request.method} {request.state.path[:100]}"
+        messages = {
+            404: f"No such route: {route}. OpenAI's and Anthropic's routes are under /v1, Ollama's under /api.",
+            405: f"{route}: this method is not allowed here, {(error.headers or {}).get('Allow', 'another')} is.",
         }
-        message = known.get(error.status_code, "The request could not be read.")
+        message = messages.get(error.status_code, "The request could not be read.")
         response = ApiError(error.status_code, message).response(request.state.path)
         response.headers.update(error.headers or {})
         return response

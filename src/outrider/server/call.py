@@ -46,15 +46,16 @@ class TimeLimit:
 
 class Call:
     """Hands its sequences to the engine, each in its turn: the first is waited for, the others follow while it runs.
-    `taken`: what was taken on the way here (model, places) and is given back at the end."""
+    resources: the model and the places of this call, which are given back at its end."""
 
     def __init__(
         self,
         server: Server,
         model: LoadedModel,
         answer: Answer,
+        *,
         wire: Wire,
-        taken: ExitStack,
+        resources: ExitStack,
         route: str,
         limit: TimeLimit,
     ) -> None:
@@ -63,7 +64,7 @@ class Call:
         self._client = answer.job.requests[0].client
         self.answer = answer
         self.wire = wire
-        self._taken = taken
+        self._resources = resources
         self._route = route
         self._job = answer.job
         self._timeout = limit.seconds
@@ -76,7 +77,7 @@ class Call:
         self._failed = False  # ended by an error of ours, or by its deadline
         self._read: tuple[int, int] | None = None  # how far the prompt was when it was last asked for
         self.extended: Callable[[float], None] = lambda deadline: None
-        taken.callback(self._end)
+        resources.callback(self._end)
 
     # ---- to the engine
 
@@ -125,10 +126,11 @@ class Call:
 
     def _progress(self) -> tuple[int, int] | None:
         """Tokens of the job's prompts that are read, of how many, as last published; None: none is being read."""
-        known = [p for r in self._job.requests if (p := self._model.runner.progress.get(r.id)) is not None]
-        if not any(p.prompt_left for p in known):
+        published = self._model.runner.progress
+        progress = [published[r.id] for r in self._job.requests if r.id in published]
+        if not any(p.prompt_left for p in progress):
             return None
-        return sum(p.prompt_done for p in known), sum(len(p.request.prompt) for p in known)
+        return sum(p.prompt_done for p in progress), sum(len(p.request.prompt) for p in progress)
 
     # ---- from the engine
 
@@ -151,16 +153,17 @@ class Call:
         wire = self.wire
         answer = self.answer
         try:
-            if opening := wire.opening(answer):
+            opening = wire.opening(answer)
+            if opening:
                 yield opening
             try:
                 async for event in self._events():
                     if event is None:
-                        told = self._read is not None and wire.media_type == "text/event-stream"
-                        progress = ": prompt {} of {} tokens\n\n".format(*self._read or ()) if told else ""
-                        yield progress + wire.still_working
+                        yield self._sign_of_life()
                         continue
-                    if (new := answer.take(event)) is not None and (text := wire.delta(answer, *new)):
+                    new = answer.take(event)
+                    text = "" if new is None else wire.delta(answer, *new)
+                    if text:
                         yield text  # one cycle, one write
                 end = wire.closing(answer)
             except ApiError as e:
@@ -170,6 +173,13 @@ class Call:
             yield end
         finally:
             self.close()
+
+    def _sign_of_life(self) -> str:
+        progress = ""
+        if self._read is not None and self.wire.media_type == "text/event-stream":
+            num_read, total = self._read
+            progress = f": prompt {num_read} of {total} tokens\n\n"
+        return progress + self.wire.still_working
 
     async def _events(self) -> AsyncIterator[Event | None]:
         """The engine's events; None as a sign of life when nothing came for a while."""
@@ -199,9 +209,11 @@ class Call:
 
     def _left(self) -> float:
         """Seconds to the deadline, which moves on while the prompt is read: limits are for waiting and answers."""
-        if not self._answering and (read := self._progress()) is not None and read != self._read:
-            self._read = read
-            self._extend()
+        if not self._answering:
+            progress = self._progress()
+            if progress is not None and progress != self._read:
+                self._read = progress
+                self._extend()
         left = self.deadline - time.monotonic()
         if left <= 0:
             self._failed = True
@@ -218,15 +230,15 @@ class Call:
         if self._stream.open:
             metrics.aborted.inc()
         self._note_standing()
-        self._taken.close()
+        self._resources.close()
         for choice in choices:
             if choice.stats is not None:
                 metrics.finished(choice.stats)
         metrics.end_to_end.observe(time.monotonic() - self._began)
-        counts = (len(choices), self.answer.prompt_tokens, sum(len(c.ids) for c in choices))
-        how = ",".join(c.finish or "abort" for c in choices)
-        told = "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s"
-        log.info(told, self._route, *counts, time.monotonic() - self._began, how)
+        num_tokens = f"{self.answer.prompt_tokens} prompt + {sum(len(c.ids) for c in choices)} new tokens"
+        seconds = time.monotonic() - self._began
+        reasons = ",".join(c.finish or "abort" for c in choices)
+        log.info("%s %d choice(s): %s in %.2f s, finished: %s", self._route, len(choices), num_tokens, seconds, reasons)
 
     def _note_standing(self) -> None:
         """Tell how much of the answer its client read (standing.py)."""
@@ -263,7 +275,8 @@ class EventStream(StreamingResponse):
         except (TimeoutError, ApiError) as e:
             why = e.reason if isinstance(e, ApiError) else "deadline"
             log.info("an answer that had begun was cut off: %s", why)
-            if (abort := scope.get("state", {}).get("abort")) is not None:
+            abort = scope.get("state", {}).get("abort")
+            if abort is not None:
                 abort()
         finally:
             self._call.close()
