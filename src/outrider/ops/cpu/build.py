@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -198,19 +198,6 @@ def shared_object(isa: str | None = None) -> Path:
     raise failed
 
 
-@contextmanager
-def told(what: str) -> Iterator[None]:
-    """Shows a line on the terminal during a slow operation, and erases it afterwards."""
-    shown = sys.stderr is not None and sys.stderr.isatty()
-    if shown:
-        print(f"{what} …", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def file_name(isa: str) -> str:
     """The name of a shipped library."""
     digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
@@ -250,12 +237,17 @@ def build(isa: str) -> Path:
     path = found(isa)
     if path is None:
         path = cache_path("kernels", built_name(isa, compiler()))
-        with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
-            compile_to(path, isa)
+        from .compile_progress import compiling  # here: setup.py runs this file alone
+
+        compile_to(path, isa, compiling)
     return path
 
 
-def compile_to(target: Path, isa: str) -> None:
+Progress = Callable[[str, Mapping[str, Path]], AbstractContextManager[None]]
+
+
+def compile_to(target: Path, isa: str, progress: Progress | None = None) -> None:
+    """`progress`: given the level and the object file of each source, wraps the compilation."""
     cc = compiler()
     folder = target.parent
     try:
@@ -265,11 +257,12 @@ def compile_to(target: Path, isa: str) -> None:
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
                     shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
-            objects = [f"{scratch}/{name}.o" for name in UNITS]
+            objects = {name: Path(scratch, f"{name}.o") for name in UNITS}
             library = f"{scratch}/kernels.so"
             flags = [*COMMON.split(), *FLAGS[isa].split()]
-            _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, objects)], scratch)
-            _run([[cc, *flags, "-shared", *objects, "-o", library, "-lm"]], scratch)
+            with progress(isa, objects) if progress is not None else nullcontext():
+                _run([[cc, *flags, "-c", str(HERE / name), "-o", str(out)] for name, out in objects.items()], scratch)
+                _run([[cc, *flags, "-shared", *map(str, objects.values()), "-o", library, "-lm"]], scratch)
             os.chmod(library, 0o755)
             os.replace(library, target)
     except OSError as error:
