@@ -8,6 +8,7 @@ user typed (cli.common).
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -269,9 +270,13 @@ def _number(text: str | int | None, rule: str) -> int | None:
         return int(str(text))
 
 
+def user_file_path() -> Path:
+    return Path(os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "outrider", "config.toml")
+
+
 def user_file() -> dict[str, dict[str, object]]:
     """The tables of the user's ~/.config/outrider/config.toml (XDG_CONFIG_HOME); empty if there is no such file."""
-    path = Path(os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "outrider", "config.toml")
+    path = user_file_path()
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -282,11 +287,33 @@ def user_file() -> dict[str, dict[str, object]]:
         tables = tomllib.loads(text)
     for name, table in tables.items():
         outside = "stands outside a table: write it under [defaults] or under a command, as [generate]"
-        require(isinstance(table, dict), f"{path}: {name!r} {outside}")
+        require(isinstance(table, dict), f"{user_file_place(None, name)}: {name!r} {outside}")
     for alias, model in tables.get("aliases", {}).items():
-        named = isinstance(model, str) and bool(model)
-        require(named, f"{path}: alias {alias!r} must name a model, got {model!r}")
+        is_name = isinstance(model, str) and bool(model)
+        require(is_name, f"{user_file_place('aliases', alias)}: alias {alias!r} must name a model, got {model!r}")
     return tables
+
+
+def user_file_place(table: str | None, key: str | None = None) -> str:
+    """The path of the user's file and the line of a table or of one of its keys, as path:line; the path alone if the
+    line is written in a way that is not looked for. `table` None: a key before the first table."""
+    path = user_file_path()
+    current: str | None = None
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return str(path)
+    for number, line in enumerate(lines, 1):
+        header = re.match(r"\s*\[\s*[\"']?([^\]\"']+?)[\"']?\s*\]", line)
+        if header is not None:
+            current = header[1]
+            if key is None and current == table:
+                return f"{path}:{number}"
+        elif key is not None and current == table:
+            assigned = re.match(r"\s*[\"']?([\w./:-]+)[\"']?\s*=", line)
+            if assigned is not None and assigned[1].replace("-", "_") == key.replace("-", "_"):
+                return f"{path}:{number}"
+    return str(path)
 
 
 def model_of(name: str) -> str:

@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import tiny
 from tests.kernels import put_kernels
+from tests.lora import write_adapter
 
+from outrider.bench.prove import block_logits
 from outrider.cli.main import main
+from outrider.config import LoadSettings
+from outrider.llm import LLM
+from outrider.train.target import describe
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +163,51 @@ def test_chat_commands(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytes
     assert "none is no conversation that /save wrote" in err
 
 
+def test_a_chat_goes_on_where_it_ended(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--continue loads the same model and messages, in a file that nobody else can read; /clear forgets them."""
+    monkeypatch.setattr("outrider.cli.chat.last_path", lambda: tmp_path / "cache" / "last.json")
+    code, _, err = cli("chat", "--continue")
+    assert code == 2 and "no conversation to continue" in err
+
+    def talk(*words: object, lines: list[str]) -> str:
+        monkeypatch.setattr("builtins.input", lambda *_, rest=iter([*lines, "/quit"]): next(rest))
+        code, _, err = cli("chat", *words, "--max-tokens", 4)
+        assert code == 0, err
+        return err
+
+    first = talk(model, lines=["My name is Ada.", "/seed 3", "/draft 2"])
+    assert "outrider chat --continue goes on" in first and "seed: 3" in first and "draft tokens: 2" in first
+    assert (tmp_path / "cache" / "last.json").stat().st_mode & 0o777 == 0o600
+    kept = tmp_path / "kept.json"
+    second = talk("-c", lines=["And who am I?", f"/save {kept}", "/clear"])
+    assert "1 turn so far; the last message: My name is Ada." in second and "the conversation is forgotten" in second
+    said = json.loads(kept.read_text())["messages"]
+    assert [message["content"] for message in said if message["role"] == "user"] == ["My name is Ada.", "And who am I?"]
+    code, _, err = cli("chat", "--continue")
+    assert code == 2 and "no conversation to continue" in err
+
+
+@pytest.mark.parametrize(("keys", "answers"), [("^^", 0), ("^hi^^", 1), ("^hi^x$", 2)])
+def test_ctrl_c_on_an_empty_line_ends_only_when_pressed_twice(
+    cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch, keys: str, answers: int
+) -> None:
+    typed = iter(keys.replace("hi", "h"))
+
+    def read(_: object) -> str:
+        key = next(typed)
+        if key == "^":
+            raise KeyboardInterrupt
+        if key == "$":
+            raise EOFError
+        return key
+
+    monkeypatch.setattr("outrider.cli.terminal.standard", lambda _: object())
+    monkeypatch.setattr("outrider.cli.terminal.read", read)
+    code, _, err = cli("chat", model, "--max-tokens", 2)
+    assert code == 0 and err.count("tokens (length)") == answers and "Ctrl-C once more ends" in err
+    assert next(typed, None) is None
+
+
 def test_chat_takes_a_message_of_many_lines_from_a_pipe(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(['"""one', "two", 'three"""', '"""', 'four"""', "/stats", '"""no end'])
 
@@ -244,10 +295,28 @@ def test_prove(cli: Any, model: Path) -> None:
     assert code == 0
 
 
+def test_prove_with_an_adapter(cli: Any, model: Path, tmp_path: Path) -> None:
+    """All checks run with the adapter's weights, the comparison of single rows too."""
+    adapter = write_adapter(describe(str(model)).config, tmp_path / "style", size=0.3)
+    words = ("--count", 1, "--k", 3, "--max-tokens", 8, "--temperatures", "0", "--json", "--ops", "cpu")
+    code, out, err = cli("prove", model, *words, "--adapter", adapter)
+    report = json.loads(out)
+    assert code == 0 and report["passed"] and report["adapter"] == "style", err
+    llm = LLM.load(str(model), LoadSettings(adapters={"style": str(adapter)}), say=lambda _: None)
+    logits = []
+    for name in (None, "style"):
+        llm.adapter = name
+        logits.append(block_logits(llm, [[2, *range(5, 40)]], [10], width=5))
+    assert not torch.equal(*logits)
+    code, _, err = cli("prove", model, *words, "--adapter", f"a={adapter}", "--adapter", f"b={adapter}")
+    assert code == 2 and "one adapter at a time" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["generate", "MODEL"], "either a prompt or --prompts"),
+        (["generate", "MODEL"], "no prompt: write it after the model"),
+        (["generate", "MODEL", "x", "--prompts", "nofile.jsonl"], "either a prompt or --prompts"),
         (["generate", "MODEL", " "], "prompt is empty"),
         (["generate", "MODEL", "x" * 3000], "context holds"),
         (["generate", "MODEL", "x", "--draft-tokens", "17"], "0..16"),

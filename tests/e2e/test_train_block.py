@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,34 @@ def test_export_and_back(world: tuple[Path, Path, Path, str], tmp_path: Path) ->
     assert replace(ours, layout=theirs.layout) == theirs
     first, last = (load_file(folder / "model.safetensors") for folder in (out / "drafter", tmp_path / "back"))
     assert first.keys() == last.keys() and all(torch.equal(first[n], last[n]) for n in first)
+
+
+def test_export_says_how_to_use_what_it_wrote_and_overwrites_nothing(
+    world: tuple[Path, Path, Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target, _, out, kind = world
+    to = tmp_path / "for vllm"
+    words = ["outrider", "export", str(out / "drafter"), "--to", "vllm", "--out", str(to)]
+
+    def export() -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        return ended.value.code, written.out, written.err
+
+    code, said, _ = export()
+    theirs, ours = (shlex.split(line) for line in said.splitlines()[-2:])
+    assert code in (0, None) and theirs[:4] == ["vllm", "serve", str(target), "--speculative-config"]
+    config = json.loads(theirs[4])
+    assert config["method"] == kind and config["model"] == str(to) and config["num_speculative_tokens"] >= 1
+    assert ours == ["outrider", "serve", str(target), "--drafter", str(to)]
+    before = (to / "model.safetensors").stat().st_mtime_ns
+    code, _, err = export()
+    assert code == 2 and "is not empty" in err and (to / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_a_trained_dflash_loads_in_the_speculators_package(world: tuple[Path, Path, Path, str]) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore, SeqCache
-from ..engine.engine import Engine
 from ..llm import LLM, Completion
 from ..types import MAX_DRAFT, OutriderError, SamplingParams
 
@@ -93,13 +92,13 @@ def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int)
         for at in range(0, begin, engine.chunk):
             count = min(engine.chunk, begin - at)
             _reserve(store, cache, at + count)
-            _rows(engine, [cache], [tokens], [at], count)
+            _rows(llm, [cache], [tokens], [at], count)
             store.commit(cache, at + count)
         _reserve(store, cache, begin + MAX_DRAFT + 1)
     out = []
     for at in range(0, MAX_DRAFT + 1, width):
         count = min(width, MAX_DRAFT + 1 - at)
-        logits = engine.model.logits(_rows(engine, caches, sequences, [b + at for b in begins], count))
+        logits = engine.model.logits(_rows(llm, caches, sequences, [b + at for b in begins], count))
         out.append(logits.reshape(len(sequences), count, -1).clone())
     for cache in caches:
         store.close(cache)
@@ -111,11 +110,14 @@ def _reserve(store: KVStore, cache: SeqCache, positions: int) -> None:
         raise OutriderError(f"no room in the cache to compare {positions} positions: give shorter prompts")
 
 
-def _rows(engine: Engine, caches: Sequence[SeqCache], sequences: Tokens, begins: Sequence[int], count: int) -> Tensor:
-    """Hidden states of `count` tokens of each sequence from these positions on."""
+def _rows(llm: LLM, caches: Sequence[SeqCache], sequences: Tokens, begins: Sequence[int], count: int) -> Tensor:
+    """Hidden states of `count` tokens of each sequence from these positions on, with the adapter in use."""
+    engine = llm.engine
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=engine.device)
     kv = engine.runner.view([cache.slot for cache in caches], [(begin, count) for begin in begins])
-    return engine.model.forward(ids, kv).hidden
+    adapter = llm.adapters.get(llm.adapter) if llm.adapters is not None and llm.adapter is not None else None
+    model = engine.runner.model_for([adapter] * len(caches), [count] * len(caches))
+    return model.forward(ids, kv).hidden
 
 
 # ---- 2

@@ -1,19 +1,27 @@
-"""`outrider chat`: a conversation in the terminal; earlier turns come from the prefix cache."""
+"""`outrider chat`: a conversation in the terminal; earlier turns come from the prefix cache.
+
+Each turn is stored in the cache folder (`chat_last.json`, readable by its owner alone), so that --continue goes on."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from ..config import LoadSettings, parse_draft_tokens
+from ..ops.cpu.build import cache_path
 from ..types import DEFAULT_TEMPERATURE, MAX_DRAFT, OutriderError, RequestStats, SamplingParams, bad_input, require
 from . import common, terminal
 from .common import err, note, out
+from .wrapping import answer_writer
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -39,7 +47,12 @@ HELP = " · ".join(f"{name} {about}".rstrip() for name, about in COMMANDS.items(
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    model: common.Model = "smollm2"
+    model: Annotated[
+        str | None, typer.Argument(help=f"{common.NAMES} Default: smollm2.", autocompletion=common.model_names)
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--continue", "-c", help="Go on with the last conversation, and its model.")
+    ] = False
     system: Annotated[str | None, "A system message."] = None
     image: common.ImageFiles = None
     audio_files: common.AudioFiles = None
@@ -58,7 +71,8 @@ class ChatOptions:
 @common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(ChatOptions)
 def chat(asked: ChatOptions, load: LoadSettings) -> None:
-    """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D or /quit ends.
+    """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D, /quit or Ctrl-C twice
+    ends. --continue goes on with the last conversation.
 
     Arrow keys edit the line and bring earlier ones back; Tab completes commands (/help lists them). A paste is one
     message, and so is what stands between three quotes. From a pipe every line is a message.
@@ -67,14 +81,18 @@ def chat(asked: ChatOptions, load: LoadSettings) -> None:
     given = {name: getattr(asked, name) for name in named if getattr(asked, name) is not None}
     # refused before the model is loaded
     common.sampling(**{"max_tokens": asked.max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": asked.seed, **given})
+    earlier = last_conversation() if asked.resume else None
+    model = asked.model or (earlier.model if earlier is not None else None) or "smollm2"
     load = common.with_adapters(load, asked.adapter)
-    llm = common.load_llm(asked.model, load)
+    llm = common.load_llm(model, load)
     llm.adapter = next(iter(load.adapters), None)
     params = llm.sampling(max_tokens=asked.max_tokens, seed=asked.seed, **given)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
-        raise OutriderError(f"{asked.model} has no chat template: use 'outrider generate --raw'")
+        raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
     note(HELP)
     talk = Conversation(llm, params, asked.system)
+    if earlier is not None:
+        talk.resume(earlier.messages)
     for path in asked.image or ():
         talk.attach("image", path)
     for path in asked.audio_files or ():
@@ -94,25 +112,52 @@ class Conversation:
         self.attached: list[dict[str, str]] = []  # parts of the next message: images and clips
 
     def run(self) -> None:
+        interrupted = False  # by the last key on an empty line
         while True:
             try:
                 line = terminal.read(self.terminal).strip()
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 out.print()
-                return
+                break
+            except KeyboardInterrupt:
+                out.print()
+                if interrupted or self.terminal is None:
+                    break
+                interrupted = True
+                note("Ctrl-C once more ends the conversation; so do Ctrl-D and /quit")
+                continue
+            interrupted = False
             if line == "/quit":
-                return
-            try:
-                if COMMAND.fullmatch(line):
-                    self.command(line)
-                elif line:
-                    self.answer(line)
-            except OutriderError as error:
-                err.print(str(error), style="red")
-            except OSError as error:  # of /save and /load
-                err.print(f"{error.filename or line.partition(' ')[2]}: {error.strerror or error}", style="red")
-            except KeyboardInterrupt:  # while an attachment is read
-                out.print()
+                break
+            self.react(line)
+        if any(message["role"] == "assistant" for message in self.messages):
+            note("outrider chat --continue goes on with this conversation")
+
+    def react(self, line: str) -> None:
+        """Runs a command or answers a message; what goes wrong is said, and the conversation goes on."""
+        try:
+            if COMMAND.fullmatch(line):
+                self.command(line)
+            elif line:
+                self.answer(line)
+        except OutriderError as error:
+            err.print(str(error), style="red")
+        except OSError as error:  # of /save and /load
+            err.print(f"{error.filename or line.partition(' ')[2]}: {error.strerror or error}", style="red")
+        except KeyboardInterrupt:  # while an attachment is read
+            out.print()
+
+    def resume(self, messages: list[dict[str, Any]]) -> None:
+        """Goes on after these messages; a system message given now takes the place of theirs."""
+        own = [message for message in self.messages if message["role"] == "system"]
+        if own:
+            messages = [message for message in messages if message["role"] != "system"]
+        self.messages = own + messages
+        said = [message for message in self.messages if message["role"] == "user"]
+        last = said[-1]["content"] if said else ""
+        text = last if isinstance(last, str) else " ".join(part.get("text", "") for part in last).strip()
+        turns = "1 turn" if len(said) == 1 else f"{len(said)} turns"
+        note(f"{turns} so far; the last message: {text if len(text) <= 60 else text[:59] + '…'}")
 
     def command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
@@ -122,15 +167,21 @@ class Conversation:
                 note(f"turn {i}: {common.stats_line(stats, reused)}")
         elif name == "/clear":
             self.messages = [m for m in self.messages if m["role"] == "system"]
+            store_conversation(self.llm.name, [])
+            note("the conversation is forgotten")
         elif name == "/draft":
             with bad_input(OutriderError, lambda _: f"/draft takes 0..{MAX_DRAFT} or auto, got {argument!r}"):
                 self.draft_tokens = parse_draft_tokens(argument.strip() or "auto")
+            note(f"draft tokens: {'auto' if self.draft_tokens is None else self.draft_tokens}")
         elif name == "/seed":
             with bad_input(ValueError, lambda _: f"/seed takes a whole number, got {argument!r}"):
                 self.params = replace(self.params, seed=int(argument))
+            note(f"seed: {self.params.seed}")
         elif name == "/system":
-            told = [{"role": "system", "content": argument.strip()}] if argument.strip() else []
-            self.messages = told + [m for m in self.messages if m["role"] != "system"]
+            system = argument.strip()
+            others = [m for m in self.messages if m["role"] != "system"]
+            self.messages = ([{"role": "system", "content": system}] if system else []) + others
+            note(f"system message: {system or 'none'}")
         elif name == "/drafter":
             self.choose_drafter(argument.strip())
         elif name == "/adapter":
@@ -141,11 +192,10 @@ class Conversation:
             self.retry()
         elif name == "/save":
             path = named_file(name, argument)
-            kept = {"model": self.llm.name, "messages": self.messages}
-            path.write_text(json.dumps(kept, ensure_ascii=False, indent=1), encoding="utf-8")
+            path.write_text(conversation_json(self.llm.name, self.messages), encoding="utf-8")
             note(f"{len(self.messages)} messages in {path}")
         elif name == "/load":
-            self.messages = read_messages(named_file(name, argument))
+            self.messages = read_conversation(named_file(name, argument)).messages
             note(f"{len(self.messages)} messages")
         else:
             note(HELP)
@@ -176,6 +226,8 @@ class Conversation:
         else:
             now = next(key for key, value in known.items() if value == self.drafter)
             note(f"{self.llm.drafter_note}; in use: {now}")
+            return
+        note(f"drafter: {name}")
 
     def retry(self) -> None:
         """Sends the last message again with another seed; at temperature 0 the answer stays the same."""
@@ -192,16 +244,18 @@ class Conversation:
             content = [*pending, {"type": "text", "text": str(content)}]
         messages = [*(self.messages if before is None else before), {"role": "user", "content": content}]
         text = ""
+        write = answer_writer()
         try:
             with terminal.keys_wait():
                 ids = self.llm.chat_prompt(messages)
                 said = [m for m in messages if m["role"] != "system"]
-                if len(ids) >= (most := self.llm.engine.max_context) and len(said) > 1:
-                    held = f"the conversation has {len(ids)} tokens; the context holds {most}"
-                    raise OutriderError(f"{held}: /clear forgets what was said so far")
+                max_context = self.llm.engine.max_context
+                if len(ids) >= max_context and len(said) > 1:
+                    sizes = f"the conversation has {len(ids)} tokens; the context holds {max_context}"
+                    raise OutriderError(f"{sizes}: /clear forgets what was said so far")
                 for event in self.llm.stream(ids, self.params, draft_tokens=self.draft_tokens, drafter=self.drafter):
                     text += event.text
-                    out.print(event.text, end="")
+                    write(event.text)
                     if event.stats is not None:
                         self.turns.append(event.stats)
                         out.print()
@@ -210,6 +264,7 @@ class Conversation:
             out.print()
             note("stopped")
         self.messages = [*messages, {"role": "assistant", "content": text}]
+        store_conversation(self.llm.name, self.messages)
         if pending:
             self.attached = []
 
@@ -219,12 +274,48 @@ def named_file(command: str, argument: str) -> Path:
     return Path(os.path.expanduser(argument.strip()))
 
 
-def read_messages(path: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class StoredConversation:
+    model: str | None
+    messages: list[dict[str, Any]]
+
+
+def conversation_json(model: str, messages: list[dict[str, Any]]) -> str:
+    return json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1)
+
+
+def read_conversation(path: Path) -> StoredConversation:
     """Reads a conversation that /save wrote."""
     try:
-        messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        messages = stored["messages"]
         if all(isinstance(m["role"], str) and isinstance(m["content"], str | list) for m in messages):
-            return [{"role": m["role"], "content": m["content"]} for m in messages]
-    except (ValueError, TypeError, KeyError, RecursionError):
+            model = stored.get("model")
+            rows = [{"role": m["role"], "content": m["content"]} for m in messages]
+            return StoredConversation(model if isinstance(model, str) else None, rows)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise OutriderError(f"{path} is no conversation that /save wrote")
+
+
+def last_path() -> Path:
+    return cache_path("chat_last.json")
+
+
+def store_conversation(model: str, messages: list[dict[str, Any]]) -> None:
+    """Stores the conversation for --continue. If the cache cannot be written, it is not stored."""
+    path = last_path()
+    with suppress(OSError, UnicodeEncodeError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:  # mode 0600
+            file.write(conversation_json(model, messages))
+        os.replace(file.name, path)
+
+
+def last_conversation() -> StoredConversation:
+    try:
+        conversation = read_conversation(last_path())
+    except OSError:
+        conversation = StoredConversation(None, [])
+    require(bool(conversation.messages), "there is no conversation to continue: start one with `outrider chat`")
+    return conversation

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.models import ArgumentInfo, OptionInfo
 
-from ..config import ALIASES, OPTIONS, KvDtype, LoadSettings, Option, options, user_file
+from ..config import ALIASES, OPTIONS, KvDtype, LoadSettings, Option, options, user_file, user_file_place
 from ..prompts import read_prompts
 from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams, bad_input, require
 from .quick import quick_start
@@ -83,7 +83,7 @@ PROMPTS = (  # default prompts
 
 def note(line: str) -> None:
     """A line for the user that is not part of the result: it goes to stderr."""
-    err.print(line, style="dim")
+    err.print(line, style="dim", soft_wrap=not err.is_terminal)  # on a terminal words stay whole
 
 
 def note_of(others: OtherLoad) -> None:
@@ -202,23 +202,45 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
     option, then the command's own table."""
     tables = user_file()
     known = ("aliases", "defaults", *commands)
-    for table in tables:
-        require(table in known, f"config.toml: unknown table [{table}]; known: {', '.join(known)}")
+    for name in tables:
+        listed = f"known: {', '.join(known)}"
+        require(name in known, f"{user_file_place(name)}: unknown table [{name}]; {listed}")
     shared = {key.replace("-", "_"): value for key, value in tables.get("defaults", {}).items()}
     common = (*OPTIONS, *SHARED)
     for key in shared:
-        require(key in common, f"config.toml: unknown option {key!r} in [defaults]; known: {', '.join(common)}")
+        place = user_file_place("defaults", key)
+        require(key in common, f"{place}: unknown option {key!r} in [defaults]; known: {', '.join(common)}")
     if named is None or named not in commands or not (shared or named in tables):
         return {}
     command = typer.main.get_command(shell).commands[named]  # type: ignore[attr-defined]
     typed = ((word, p) for p in command.params if p.param_type_name == "option" for word in p.opts)
     options = {word[2:].replace("-", "_"): p for word, p in typed if word.startswith("--")}
-    own = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
-    for key in own:
-        require(key in options, f"config.toml: unknown option {key!r} in [{named}]: see `outrider {named} --help`")
-    given = {key: value for key, value in (shared | own).items() if key in options}
-    read = ((options[key], value) for key, value in given.items())
+    values = {key.replace("-", "_"): value for key, value in tables.get(named, {}).items()}
+    for key in values:
+        place = user_file_place(named, key)
+        require(key in options, f"{place}: unknown option {key!r} in [{named}]: see `outrider {named} --help`")
+    chosen = {key: value for key, value in (shared | values).items() if key in options}
+    read = ((options[key], value) for key, value in chosen.items())
     return {named: {p.name: [v] if p.multiple and isinstance(v, str) else v for p, v in read}}
+
+
+def origin_of(message: str, named: str | None, arguments: Sequence[str]) -> str:
+    """Where the user's file sets an option that an error is about: a clause for its end, or nothing."""
+    try:
+        tables = user_file()
+    except OutriderError:
+        return ""
+    on_command_line = {word.partition("=")[0] for word in arguments}
+    for option in re.findall(r"--([a-z][a-z-]*[a-z])", message):
+        name = option.replace("-", "_")
+        spellings = {name, *(alias for alias, ours in SPELLINGS if ours == name)}
+        if any("--" + spelling.replace("_", "-") in on_command_line for spelling in spellings):
+            continue
+        for table in (named or "defaults", "defaults"):
+            for key in tables.get(table, {}):
+                if key.replace("-", "_") in spellings:
+                    return f" (set in {user_file_place(table, key)})"
+    return ""
 
 
 def sampling(**given: object) -> SamplingParams:

@@ -132,8 +132,10 @@ def export(
 
     Example: outrider export runs/mine/drafter --to vllm --out ./for-vllm
     """
-    from ..train.tools import export_drafter
+    from ..train.tools import export_drafter, usage
 
     common.check_folder("--out", to)
     raw = export_drafter(drafter, to, layout)
-    out.print(f"{to}: {raw['architectures'][0]}")
+    out.print(f"{to}: {raw['architectures'][0]}, the weights unchanged. To use it:")
+    for command in usage(drafter, to, raw):
+        out.print(f"  {command}")

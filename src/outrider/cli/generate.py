@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from ..prompts import Prompt, read_prompts
 from ..types import GREEDY_EPS, OutriderError, SamplingParams, require
 from . import common
 from .common import err, out
+from .wrapping import answer_writer
 
 if TYPE_CHECKING:
     from ..bench.turns import Comparison
@@ -65,7 +67,11 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     sampled = {f.name: getattr(asked, f.name) for f in fields(SamplingParams) if f.name in vars(asked)}
     params = common.sampling(**{**sampled, "stop": tuple(asked.stop or ())})
     prompt = asked.prompt
-    require((prompt is None) != (asked.prompts is None), "give either a prompt or --prompts FILE.jsonl")
+    require(prompt is None or asked.prompts is None, "give either a prompt or --prompts FILE.jsonl, not both")
+    if prompt is None and asked.prompts is None:
+        piped = sys.stdin is not None and not sys.stdin.isatty()
+        hint = "standard input is read only if the prompt is '-'" if piped else "'-' reads standard input"
+        raise OutriderError(f"no prompt: write it after the model, or give --prompts FILE.jsonl; {hint}")
     require(not asked.image or asked.prompts is None, "--image is for a single prompt: leave it out with --prompts")
     single = not asked.audio_files or asked.prompts is None
     require(single, "--audio is for a single prompt: leave it out with --prompts")
@@ -107,8 +113,9 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) 
     others = OtherLoad()
     tokens: list[int] = []
     text = ""
+    write = answer_writer()
     for event in llm.stream(ids, params):
-        out.print(event.text, end="")
+        write(event.text)
         text += event.text
         tokens += event.tokens
         if event.stats is not None:

@@ -96,15 +96,18 @@ def run() -> int:
         # The parser's own guess at the name follows how Python was started; shells complete `outrider`.
         return int(shell(prog_name="outrider", standalone_mode=False, default_map=defaults) or 0)
     except OutriderError as error:
-        return refused(str(error))
+        return refused(f"{error}{common.origin_of(str(error), named, sys.argv[1:])}")
     except OSError as error:  # a file that was not checked before: a full disk, a folder that may not be written
         return refused(error.strerror or str(error), error.filename or out_option())
     # the parser's general error, which has no public name
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
         command = f"outrider {named}" if named in COMMANDS else "outrider"
         # without arguments the help was printed, and there is nothing else to say
-        if told := " ".join(error.format_message().split()):
-            print(f"outrider: {told.rstrip('.')}: `{command} --help` lists what there is", file=sys.stderr)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        if message:
+            origin = common.origin_of(message, named, sys.argv[1:])
+            advice = origin or f": `{command} --help` lists what there is"
+            print(f"outrider: {message}{advice}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)

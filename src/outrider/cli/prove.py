@@ -28,6 +28,7 @@ class ProveOptions:
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for every case.")] = False
     raw: Annotated[bool, "No chat template: continue the prompts as they are."] = False
     as_json: common.AsJson = False
+    adapter: common.Adapters = None
 
 
 @common.loading("drafter", "device", "dtype", "ops", "threads", "quantize", *common.ROOM)
@@ -45,7 +46,10 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
     for heat in heats:
         common.sampling(temperature=heat, max_tokens=asked.max_tokens)  # refused before anything is loaded
     texts = common.prompt_texts(asked.prompts)
+    load = common.with_adapters(load, asked.adapter)
+    require(len(load.adapters) <= 1, "prove takes one adapter at a time: leave out the others")
     llm = common.load_llm(asked.model, load, asked.as_json)
+    llm.adapter = next(iter(load.adapters), None)
     ids = [llm.encode_chat(text, asked.raw) for text in texts[: asked.count]]
     findings = []
     for finding in run(llm, ids, lengths, asked.max_tokens, asked.seed, heats):
@@ -55,11 +59,18 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
             err.print(Text.assemble(mark, f"  {finding.check}: {finding.case}: {finding.detail}"))
     passed = all(f.passed for f in findings)
     if asked.as_json:
-        about = {"model": asked.model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed}
+        about = {
+            "model": asked.model,
+            "adapter": llm.adapter,
+            "drafter": llm.drafter_note,
+            "ops": llm.model.ops.name,
+            "passed": passed,
+        }
         print(json.dumps({**about, "findings": [vars(f) for f in findings]}))
     else:
         heads = ("check", "what is compared", "passed")
-        title = f"{asked.model} · {llm.drafter_note}"
+        adapted = f" with adapter {llm.adapter}" if llm.adapter is not None else ""
+        title = f"{asked.model}{adapted} · {llm.drafter_note}"
         checks = {f.check: [one.passed for one in findings if one.check == f.check] for f in findings}
         rows = [(check, COMPARED[check], f"{sum(held)} of {len(held)}") for check, held in checks.items()]
         out.print(common.table(heads, rows, heads, title=title))

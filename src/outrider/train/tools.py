@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +15,9 @@ from ..models.inspect import drafter_size, model_size
 from ..models.names import tensor_plan
 from ..prompts import Prompt, read_prompts
 from ..spec import acceptance
-from ..types import MAX_DRAFT, require
+from ..types import MAX_DRAFT, OutriderError, require
 from ..weights import hub
-from ..weights.files import fingerprint, open_source
+from ..weights.files import Files, fingerprint, open_source
 from ..weights.load import translate
 from ..weights.quant_scheme import recipe
 from ..weights.source import tensor
@@ -121,8 +123,27 @@ def overlap_report(overlap: Overlap, judged: Judged, data: Sequences) -> Row:
     return report
 
 
+def target_name(files: Files) -> str | None:
+    """The target that a drafter's files name."""
+    verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}
+    return verifier.get("name_or_path") or read_json(files.path / "provenance.json").get("target")
+
+
+def usage(drafter: str, to: Path, raw: Json) -> list[str]:
+    """Commands that serve the target with an exported drafter, in vLLM and here. raw: the new config.json."""
+    config = BlockConfig.from_hf(raw)
+    target = target_name(hub.resolve(drafter, kind="drafter")) or "TARGET"
+    speculation = {"method": config.kind, "model": str(to), "num_speculative_tokens": config.max_tokens}
+    return [
+        shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]),
+        shlex.join(["outrider", "serve", target, "--drafter", str(to)]),
+    ]
+
+
 def export_drafter(drafter: str, to: Path, layout: str) -> Json:
     """Rewrites a block drafter's folder in another layout. Returns its new config.json."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise OutriderError(f"--out {to} is not empty: name a new folder, or remove this one first")
     files = hub.resolve(drafter, kind="drafter")
     require(is_block(files.config), f"{drafter} is no block drafter: only DFlash and EAGLE-3 have other layouts")
     config = translate(BlockConfig.from_hf, files)
@@ -130,9 +151,7 @@ def export_drafter(drafter: str, to: Path, layout: str) -> Json:
     require(kind in LAYOUTS[layout], f"{drafter}: {kind} drafters cannot be exported; DFlash and EAGLE-3 can")
     dense = files.gguf is None and recipe(files.config, files.name) is None
     require(dense, f"{drafter}: quantised weights cannot be exported")
-    said = (files.config.get("speculators_config") or {}).get("verifier") or {}
-    verifier = said.get("name_or_path") or read_json(files.path / "provenance.json").get("target")
-    raw = block_dict(replace(config, layout=LAYOUTS[layout][kind]), verifier)
+    raw = block_dict(replace(config, layout=LAYOUTS[layout][kind]), target_name(files))
     source = open_source(files)
     for name in (name for plan in tensor_plan(config, source.entries).values() for name in plan.sources):
         require(name in source.entries, f"{source.where}: tensor {name} is missing from the checkpoint")
