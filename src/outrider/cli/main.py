@@ -15,6 +15,7 @@ import typer
 from .. import __version__
 from ..types import OutriderError
 from . import common
+from .help import HelpfulCommand
 
 COMMANDS = (
     *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "merge"),
@@ -44,7 +45,7 @@ def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
         plain = name.replace("-", "_")
         module, _, function = FUNCTIONS.get(name, f"{plain}.{plain}").partition(".")
         command = getattr(importlib.import_module(f".{module}", __package__), function)
-        made.command(name)(command)
+        made.command(name, cls=HelpfulCommand)(command)
     made.callback(invoke_without_command=True)(version)
     return made
 
