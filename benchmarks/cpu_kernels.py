@@ -29,12 +29,12 @@ import torch
 from outrider.cache.store import CacheSpec, KVStore, last_rows
 from outrider.models.decoder import TextModel
 from outrider.models.names import tensor_plan
-from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import FLAGS
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.decode_io import UNKNOWN
 from outrider.ops.lowrank import Adapter
 from outrider.spec.slot_sampling import sampling_batch
-from outrider.types import DraftPlan, KVView, SamplingParams
+from outrider.types import KVView, SamplingParams
 from outrider.weights.adapter import ADAPTABLE
 from outrider.weights.load import load_target
 
@@ -147,10 +147,15 @@ class Given:
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
     def run(self, rows: int, adapters: Sequence[Adapter | None]) -> None:
-        plan = DraftPlan(None, rows - 1)
-        given = [7] * (rows - 1)
-        asked = [CycleRequest(s.slot, 5, CONTEXT, plan, given, adapter=a) for s, a in zip(self.slots, adapters)]
-        self.cycle.run(asked, self.sampling, None)
+        inputs = self.cycle.inputs
+        count = len(self.slots)
+        inputs.slot[:count] = [cache.slot for cache in self.slots]
+        inputs.last_token[:count] = 5
+        inputs.position[:count] = CONTEXT
+        inputs.max_draft[:count] = rows - 1
+        inputs.host_draft[:count, : rows - 1] = 7
+        inputs.num_logprobs[:count] = UNKNOWN
+        self.cycle.run(count, self.sampling, adapters=adapters)
 
 
 def random_adapter(ours: OurKernels, rank: int, seed: int) -> Adapter:

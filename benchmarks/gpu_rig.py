@@ -50,7 +50,7 @@ class CapturedCycle:
     graph: Graph
     state: State
     slots: Tensor  # int64 [B]
-    out: Tensor  # as engine.decode.Output.tokens
+    out: Tensor  # as engine.decode.Output.packed
     k: int
     capture_s: float
 
@@ -317,7 +317,7 @@ class Rig:
         graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)
         for tensor, value in zip((state.last, state.position, state.features), keep):
             tensor.copy_(value)
-        return CapturedCycle(graph, state, slots, out.tokens, k, time.perf_counter() - began)
+        return CapturedCycle(graph, state, slots, out.packed, k, time.perf_counter() - began)
 
 
 def collect() -> None:

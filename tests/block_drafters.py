@@ -159,7 +159,7 @@ def audit_pages(engine: Engine, block: BlockNet) -> int:
         block.write_context(out.streams, kv, torch.tensor(seq.tokens[1:]))
         for spec in block.kv_specs:
             first = 0 if spec.window is None else max(0, known - spec.window + 1)  # pages before it are given back
-            mine = kept(engine.store, seq.held.slot, spec, known)
+            mine = kept(engine.store, seq.active_cache.slot, spec, known)
             fresh = kept(store, cache.slot, spec, known)
             for a, b in zip(mine, fresh, strict=True):
                 assert torch.equal(a[:, first:], b[:, first:]), (seq.id, known)

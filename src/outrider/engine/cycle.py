@@ -7,7 +7,7 @@ tokens. Nothing here waits for the device. The caller commits; K/V beyond the ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -166,12 +166,3 @@ def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
         none = torch.zeros_like(x.position)
         return Verdict(none, chosen[:, None], none + 1)
     return accept(rows.grid(chosen), draft)
-
-
-def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
-    """{id: logprob} of each emitted token, itself first, then the `top` likeliest; rows: `Backend.logprob_rows`."""
-    out = []
-    for row, token in zip(rows, tokens):
-        width = len(row) // 2
-        out.append({token: row[0], **{int(i): v for i, v in zip(row[1 + width : 1 + width + top], row[1 : 1 + top])}})
-    return out

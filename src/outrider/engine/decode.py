@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.store import KVStore
 from ..models.decoder import TextModel
+from ..ops.decode_io import HOST_DRAFT, DecodeOutputs
 from ..ops.trees import TreeRows
 from ..spec.choose import Filters, SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
@@ -22,8 +24,6 @@ from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle
 
-# the host's tokens for one sequence: a draft, and before it as many tokens as the step in flight may add
-KNOWN = 2 * MAX_DRAFT + 1
 # how candidates are found: the cheapest method for all rows
 Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]
 FILTERS: dict[Choosing, Filters] = {
@@ -81,7 +81,7 @@ class Inputs:
     cap: Tensor  # int64 [N] where its length stops growing: 1 for padding rows
     by_host: Tensor  # bool [N] the host drafts for this row
     base: Tensor  # int64 [N] position of the newest token that the host knew when it drafted
-    guesses: Tensor  # int64 [N, KNOWN] the tokens it expects after that position
+    guesses: Tensor  # int64 [N, HOST_DRAFT] the tokens it expects after that position
     drafted: Tensor  # int64 [N, MAX_DRAFT] left here by a graph of part "draft"
     ranges: Tensor  # int32 [2·N, 3] as ops.adapter_slots.row_ranges has them
 
@@ -90,32 +90,66 @@ class Inputs:
         zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
         by_host = zeros(rows, dtype=torch.bool)
         ranges = zeros(2 * rows, 3, dtype=torch.int32)
-        guesses = zeros(rows, KNOWN)
+        guesses = zeros(rows, HOST_DRAFT)
         drafted = zeros(rows, MAX_DRAFT)
         return Inputs(zeros(rows) + idle, zeros(rows), zeros(rows) + 1, by_host, zeros(rows), guesses, drafted, ranges)
 
     def known(self, batch: int, k: int, length: Tensor) -> Tensor:
         """[B, k]: the host's draft tokens after the positions `length` [B], where the sequences are now."""
         at = (length - self.base[:batch])[:, None] + torch.arange(k, device=length.device)
-        return self.guesses[:batch].gather(1, at.clamp(0, KNOWN - 1))
+        return self.guesses[:batch].gather(1, at.clamp(0, HOST_DRAFT - 1))
 
 
 @dataclass
 class Output:
-    # int64 [B, K + 2]: emitted tokens, their number last. Of a tree [B, 2·(K + 1) + nodes + 2]: tokens, the row that
-    # chose each, every row's parent, the number.
-    tokens: Tensor
-    logprobs: Tensor | None = None  # float32 [R, 1 + 2·n]: of the chosen token, then the n likeliest: values, ids
+    """The results of a captured step: one packed array, so that one copy brings them to the host, with named columns.
+    On the host, `views` are the step's `DecodeOutputs`."""
+
+    key: Key
+    # int64 [B, W]: the columns `tokens`, then for trees `path` (with the newest token's row) and `parents` (likewise),
+    # then `num_tokens`
+    packed: Tensor
+    logprobs: Tensor | None = None  # float32 [B, K + 1, 1 + 2n] as `DecodeOutputs`
 
     @staticmethod
-    def of(key: Key, device: torch.device) -> Output:
-        rows = key.batch * (key.drafted + 1)
-        n = key.asks.logprobs
-        told = key.k + key.nodes + 2 if key.nodes else 0
-        return Output(
-            torch.zeros((key.batch, key.k + 2 + told), dtype=torch.int64, device=device),
-            torch.zeros((rows, 1 + 2 * n), device=device) if n >= 0 else None,
+    def of(key: Key, device: torch.device, pin_memory: bool = False) -> Output:
+        width = key.k + 1
+        tree_width = width + key.nodes + 1 if key.nodes > 0 else 0
+        packed = torch.zeros(
+            (key.batch, width + tree_width + 1), dtype=torch.int64, device=device, pin_memory=pin_memory
         )
+        logprobs = None
+        if key.asks.logprobs >= 0:
+            shape = (key.batch, width, 1 + 2 * key.asks.logprobs)
+            logprobs = torch.zeros(shape, device=device, pin_memory=pin_memory)
+        return Output(key, packed, logprobs)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, K + 1]"""
+        return self.packed[:, : self.key.k + 1]
+
+    def write(self, verdict: Verdict, tree: TreeRows | None) -> None:
+        columns = [verdict.tokens]
+        if tree is not None and verdict.rows is not None:
+            columns += [verdict.rows, tree.parent_rows.view(self.key.batch, -1)]
+        torch.cat((*columns, verdict.counts[:, None]), 1, out=self.packed)
+
+    def views(self) -> DecodeOutputs:
+        """The columns as arrays, of an output on the host: they share its memory."""
+        packed = self.packed.numpy()
+        width = self.key.k + 1
+        outputs = DecodeOutputs(
+            tokens=packed[:, :width],
+            num_tokens=packed[:, -1],
+            num_drafted=np.zeros(self.key.batch, np.int64),
+            logprobs=None if self.logprobs is None else self.logprobs.numpy(),
+        )
+        if self.key.nodes > 0:
+            outputs.is_tree = np.zeros(self.key.batch, np.bool_)
+            outputs.path = packed[:, width + 1 : 2 * width]
+            outputs.parents = packed[:, 2 * width + 1 : -1]
+        return outputs
 
 
 def allowed(bits: Tensor, vocab: int) -> Tensor:
@@ -143,7 +177,7 @@ class DecodeStep:
 
     def __post_init__(self) -> None:
         b = self.key.batch
-        device = self.out.tokens.device
+        device = self.out.packed.device
         self.rows = Rows.of((self.key.drafted,) * b, device)
         self.slots = self.inputs.slots[:b]
         self.limit = self.inputs.limit[:b]
@@ -203,14 +237,12 @@ class DecodeStep:
             draft = Draft(draft.tokens, self.limit)
         done = cycle(model, pages, draft, drafter, x, self.override)
         verdict = done.verdict
-        told = [done.verdict.tokens]
         if drafter is not None and drafter.kv_specs:
             drafter.extend(done.streams, done.kv, done.following)
-        if x.tree is not None and verdict.rows is not None:
-            told += [verdict.rows, x.tree.parent_rows.view(b, -1)]
-        torch.cat((*told, verdict.counts[:, None]), 1, out=out.tokens)
+        out.write(verdict, x.tree)
         if out.logprobs is not None:
-            out.logprobs.copy_(model.ops.logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
+            logprobs = model.ops.logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs)
+            out.logprobs.copy_(logprobs.reshape(out.logprobs.shape))
         if self.advance:
             newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0] if k else verdict.tokens[:, 0]
             state.last.index_copy_(0, slots, newest)

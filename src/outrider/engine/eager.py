@@ -9,21 +9,26 @@ from __future__ import annotations
 import logging
 from collections import abc
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from ..ops.backend import DraftResult
+from ..ops.decode_io import UNKNOWN, DecodeOutputs
 from ..ops.trees import TreeRows
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
-from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
+from ..spec.plan import READING, VERIFY, CostPart
 from ..spec.slot_sampling import sampling_batch
 from ..types import Draft, DraftTree, Matcher, SamplingParams, Verdict
-from .cycle import CycleInput, Rows, cycle, logprobs
+from .cycle import CycleInput, Rows, cycle
 from .grammar import unpacked
 from .model_runner import ModelRunner
-from .step import DecodeRows, Emitted, Executor, PendingStep, Plan, Sequence, StepBatch, Trust
+from .step import DecodeRows, Executor, PendingStep, Plan, Sequence, StepBatch, Trust
+from .step_io import mean_context, mean_drafted
 
 log = logging.getLogger("outrider")
 
@@ -33,6 +38,24 @@ def confidences(row: list[float]) -> list[float] | None:
     if row and row[0] < 0.0:
         return None
     return row[:-1] if row and row[-1] == 0.0 else row
+
+
+def count_confidences(confidence: ndarray, ks: abc.Sequence[int], known: abc.Sequence[bool]) -> ndarray:
+    """int64 [B]: how many confidences [B, N] a draft of k tokens has, with that of a token that ended it."""
+    counts = np.full(len(ks), UNKNOWN)
+    for i, k in enumerate(ks):
+        row = confidences(confidence[i, : k + 1].tolist()) if known[i] else None
+        if row is not None:
+            counts[i] = len(row)
+    return counts
+
+
+def padded_rows(rows: abc.Sequence[abc.Sequence[int]], width: int) -> ndarray:
+    """int64 [B, width]: the rows, with zeros behind each."""
+    padded = np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
 
 
 class EagerExecutor(Executor):
@@ -50,30 +73,26 @@ class EagerExecutor(Executor):
             self.runner.prompts(batch.prompts)
         pending = PendingStep(self, batch, self.runner.clock())
         if batch.decode:
-            pending.payload = self._run(batch)
-            scheduled = batch.decode
-            pending.width = sum(each.drafted for each in pending.payload) / len(scheduled)
-            pending.context = sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
+            pending.outputs = self._run(batch)
+            pending.width = mean_drafted(pending.outputs, batch.decode)
+            pending.context = mean_context(batch.decode)
         return pending
 
-    def read(self, pending: PendingStep) -> list[Emitted]:
-        return pending.payload or []  # type: ignore[return-value]
-
     @torch.inference_mode()
-    def _run(self, batch: StepBatch) -> list[Emitted]:
+    def _run(self, batch: StepBatch) -> DecodeOutputs:
         runner = self.runner
-        scheduled = batch.decode
-        seqs = [item.seq for item in scheduled]
+        rows = batch.decode
+        seqs = [row.seq for row in rows]
         runner.catch_up(seqs)
-        x = self._input(scheduled, runner.sampling(seqs))
+        x = self._input(rows, runner.sampling(seqs))
         draft = None
-        ks = [item.plan.k for item in scheduled]
-        widths = tuple(item.plan.max_drafted for item in scheduled)
+        ks = [row.plan.k for row in rows]
+        widths = tuple(row.plan.max_drafted for row in rows)
         if x.rows.k:
-            draft = self.propose(scheduled, x, batch.trust)
+            draft = self.propose(rows, x, batch.trust)
             # on a CPU reading the lengths is free, and the host builds trees anyway: verify no more rows than
             # were drafted
-            if runner.device.type == "cpu" or draft.trees is not None or any(item.plan.nodes for item in scheduled):
+            if runner.device.type == "cpu" or draft.trees is not None or any(row.plan.nodes for row in rows):
                 ks = draft.lengths.tolist()
                 widths = tuple(ks)
                 x.rows = Rows.of(widths, runner.device)
@@ -85,9 +104,7 @@ class EagerExecutor(Executor):
             x.tree = TreeRows.of(trees, draft.tokens)
             parents = [tree.parents for tree in trees]
         if any(s.answer.matcher for s in seqs):
-            matchers = [s.answer.matcher for s in seqs]
-            trees_of = lambda drafts: list(map(DraftTree, drafts.tolist(), parents))  # noqa: E731
-            x.masks = lambda drafts: grammar_masks(matchers, trees_of(drafts), runner.vocab).to(runner.device)
+            x.masks = partial(self._masks, [s.answer.matcher for s in seqs], parents)
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
         model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])
@@ -97,44 +114,44 @@ class EagerExecutor(Executor):
             runner.extend(seqs, out.streams, out.kv, out.following)
         runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, out.verdict.counts)
         # the only host sync of a cycle
-        tokens = out.verdict.tokens.tolist()
-        counts = out.verdict.counts.tolist()
-        emitted = [line[:n] for line, n in zip(tokens, counts)]
-        top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
-        chances = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
-        confidence = [  # a copy of earlier text has none
-            None if chances is None or item.plan.drafter in (None, "ngram") else confidences(chances[i][: ks[i] + 1])
-            for i, item in enumerate(scheduled)
-        ]
-        verified: list[VerifiedTree | None] = [None] * len(scheduled)
-        drafts: list[list[int] | None] = [None] * len(scheduled)
-        if draft is not None and x.rows.k:
-            drafts = [row[:k] for row, k in zip(draft.tokens.tolist(), ks)]
+        outputs = DecodeOutputs(
+            tokens=out.verdict.tokens.cpu().numpy(),
+            num_tokens=out.verdict.counts.cpu().numpy(),
+            num_drafted=np.array(ks),
+            logprobs=self._logprobs(seqs, x.rows, out.logits, out.verdict),
+        )
+        if draft is not None and x.rows.k > 0:
+            outputs.draft = draft.tokens.cpu().numpy()
             if out.verdict.rows is not None:
-                verified = [
-                    VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafts[i] or ())
-                    for i, path in enumerate(out.verdict.rows.tolist())
-                ]
-        return [Emitted(*each) for each in zip(emitted, ks, top, confidence, verified, drafts, strict=True)]
+                outputs.is_tree = np.ones(len(rows), np.bool_)
+                outputs.path = out.verdict.rows[:, 1:].cpu().numpy()
+                outputs.parents = padded_rows(parents, outputs.draft.shape[1])
+        if draft is not None and draft.confidence is not None:
+            outputs.confidence = draft.confidence.cpu().numpy()
+            # a copy of earlier text has none
+            known = [row.plan.drafter not in (None, "ngram") for row in rows]
+            outputs.num_confidences = count_confidences(outputs.confidence, ks, known)
+        return outputs
 
-    def _logprobs(
-        self, seqs: abc.Sequence[Sequence], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
-    ) -> abc.Sequence[list[dict[int, float]] | None]:
-        asked = [s.request.params.logprobs for s in seqs]
-        most = max((n for n in asked if n is not None), default=None)
-        if most is None:
-            return [None] * len(seqs)
-        start: abc.Sequence[int]
-        logprob_rows = self.runner.model.ops.logprob_rows
-        if verdict.rows is not None:  # of a tree, the rows of the path
-            width = verdict.rows.shape[1]
-            which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
-            table = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist()
-            start = range(0, len(seqs) * width, width)
-        else:
-            table = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist()
-            start = rows.start.tolist()
-        return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
+    def _masks(
+        self, matchers: abc.Sequence[Matcher | None], parents: abc.Sequence[abc.Sequence[int]], drafts: Tensor
+    ) -> Tensor:
+        """bool [R, V]: what the sequences' grammars allow at every row of these drafts [B, K]."""
+        trees = [DraftTree(tokens, row_parents) for tokens, row_parents in zip(drafts.tolist(), parents)]
+        return grammar_masks(matchers, trees, self.runner.vocab).to(self.runner.device)
+
+    def _logprobs(self, seqs: abc.Sequence[Sequence], rows: Rows, logits: Tensor, verdict: Verdict) -> ndarray | None:
+        """[B, K + 1, 1 + 2n]: `Backend.logprob_rows` of the emitted tokens, in a tree along its path."""
+        wanted = [seq.request.params.logprobs for seq in seqs]
+        num_logprobs = max((n for n in wanted if n is not None), default=None)
+        if num_logprobs is None:
+            return None
+        path = verdict.rows
+        if path is None:  # rows past a sequence's last one repeat it
+            path = torch.minimum(torch.arange(verdict.tokens.shape[1], device=logits.device), rows.limit[:, None])
+        which = (rows.start[:-1, None] + path).reshape(-1)
+        table = self.runner.model.ops.logprob_rows(logits[which], verdict.tokens.reshape(-1), num_logprobs)
+        return table.view(*verdict.tokens.shape, -1).cpu().numpy()
 
     def _input(self, scheduled: DecodeRows, sampling: SamplingBatch) -> CycleInput:
         device = self.runner.device

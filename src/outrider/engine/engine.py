@@ -17,6 +17,7 @@ from ..cache.prefix import PrefixChain
 from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
 from ..models.decoder import TextModel
+from ..ops.decode_io import DecodeOutputs
 from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
@@ -33,7 +34,8 @@ from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
 from .prefill_budget import PrefillBudget
 from .scheduler import Scheduler
-from .step import DecodeRow, Emitted, Executor, PendingStep, Progress, Request, Sequence, pick
+from .step import DecodeRow, Executor, PendingStep, Progress, Request, Sequence, pick
+from .step_io import confidence_of, draft_of, emitted_tokens, logprobs_of, tree_of
 from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
 
@@ -325,37 +327,39 @@ class Engine:
         self._pending = None
         if pending is None:
             return
-        emitted = pending.executor.read(pending)
+        outputs = pending.executor.read(pending)
         now = self.clock()
-        for i, (item, brought) in enumerate(zip(pending.batch.decode, emitted)):
-            if pending.inflight_tokens:
-                if item.seq.cache is not pending.holders[i]:
-                    continue
-                item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
-            self._commit(item, brought, now)
+        rows = pending.batch.decode
+        if outputs is not None:
+            for i, (row, tokens) in enumerate(zip(rows, emitted_tokens(outputs, len(rows)), strict=True)):
+                if pending.inflight_tokens:
+                    if row.seq.cache is not pending.holders[i]:
+                        continue
+                    row.seq.num_inflight_tokens -= pending.inflight_tokens[i]
+                self._commit(row, outputs, i, tokens=tokens, now=now)
         self.timer.observe(pending, now)
 
-    def _commit(self, item: DecodeRow, brought: Emitted, now: float) -> None:
-        """Append the accepted tokens to the sequence, cut at the end of the output, and return the event."""
-        seq = item.seq
-        tokens = brought.tokens
-        drafted = brought.drafted
-        tree = brought.branches
+    def _commit(self, row: DecodeRow, outputs: DecodeOutputs, i: int, *, tokens: list[int], now: float) -> None:
+        """Append the i-th sequence's tokens to it, cut at the end of the output, and return the event."""
+        seq = row.seq
+        drafted = int(outputs.num_drafted[i])
         accepted = len(tokens) - 1
-        taken = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
-        n = len(taken.texts)
+        tree = tree_of(outputs, i)
+        output = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
+        emitted = len(output.texts)
         if seq.first_token_at is None:
             seq.first_token_at = now
             seq.stats.ttft_s = now - seq.arrived
-            seq.stats.first_emitted = n
+            seq.stats.first_emitted = emitted
         seq.stats.decode_s = now - seq.first_token_at
-        self._metrics.count(seq, n, brought, item.plan.drafter)
+        drafter = row.plan.drafter
+        self._metrics.count(seq, emitted=emitted, drafted=drafted, accepted=accepted, tree=tree, drafter=drafter)
         self.controller.observe(
             state=seq.controller_state,
-            drafter=item.plan.drafter,
+            drafter=drafter,
             drafted=drafted,
             accepted=accepted,
-            confidence=brought.confidence,
+            confidence=confidence_of(outputs, i),
             tree=tree,
         )
         if drafted:
@@ -363,21 +367,20 @@ class Engine:
             kinds = ["accepted"] * accepted + ["bonus" if accepted and whole else "corrected"]
         else:
             kinds = ["plain"]
-        logprobs = brought.logprobs
-        if n <= accepted:
-            tokens = tokens[:n]
-            kinds = kinds[:n]
-            logprobs = logprobs[:n] if logprobs is not None else None
+        tokens = tokens[:emitted]
+        top = seq.request.params.logprobs
+        logprobs = None if top is None else logprobs_of(outputs, i, tokens, top)
         seq.tokens += tokens
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
-        event = Event(seq.id, tokens, kinds, taken.texts, logprobs, tree=tree, drafts=brought.drafts)
-        if taken.finish is not None:
-            event.error = taken.error
-            event.stopped_by = taken.stopped_by
-            self._finish(seq, event, taken.finish)
+        drafts = draft_of(outputs, i)
+        event = Event(seq.id, tokens, kinds[:emitted], output.texts, logprobs=logprobs, tree=tree, drafts=drafts)
+        if output.finish is not None:
+            event.error = output.error
+            event.stopped_by = output.stopped_by
+            self._finish(seq, event, output.finish)
         else:
             self.store.commit(seq.active_cache, seq.computed)
             self._events.append(event)

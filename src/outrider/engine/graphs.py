@@ -16,22 +16,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.store import upload
 from ..ops.adapter_slots import row_ranges
 from ..ops.backend import Capabilities
-from ..spec.plan import DEEPEST, TIMED, VERIFY, CostPart, VerifiedTree
+from ..ops.decode_io import HOST_DRAFT, DecodeOutputs
+from ..spec.plan import DEEPEST, TIMED, VERIFY, CostPart
 from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures
 from ..types import GREEDY_EPS, MAX_DRAFT, SamplingParams
 from . import graph_dispatch
 from .capture import Graph, GraphCache, GraphPool
-from .cycle import logprobs
-from .decode import KNOWN, Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
+from .decode import Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs
-from .step import DecodeRow, DecodeRows, Emitted, Executor, PendingStep, Plan, Sequence, StepBatch
+from .step import DecodeRows, Executor, PendingStep, Plan, Sequence, StepBatch
 
 log = logging.getLogger("outrider")
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
@@ -44,20 +45,19 @@ CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
 @dataclass
+class HostOutput:
+    """A copy of a graph's output in pinned memory."""
+
+    copy: Output
+    outputs: DecodeOutputs  # its columns
+
+
+@dataclass
 class CapturedGraph:
     key: Key
     graph: Graph
     out: Output  # on the device
-    hosts: list[Output]  # two copies of it in pinned memory, used in turn
-
-
-@dataclass
-class Copied:
-    """The host buffer of a step's emitted tokens, and the event that signals its arrival."""
-
-    key: Key
-    host: Output
-    event: torch.cuda.Event | None
+    hosts: list[HostOutput]  # two copies of it, used in turn: one is read while the next step fills the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +79,6 @@ def choosing_of(params: abc.Sequence[SamplingParams]) -> Choosing:
         return "sort"
     most = max(p.top_k for p in filtered)
     return "head 64" if most <= 64 else "head 1024" if most <= 1024 else "sort"
-
-
-def branched(i: int, item: DecodeRow, line: list[int], key: Key) -> Emitted:
-    """The result of the i-th sequence of a step with trees; `line` is its row of `Output.tokens`."""
-    tokens = line[: line[-1]]
-    wide = key.k + 1
-    count = line[-1]
-    if not item.plan.k:
-        return Emitted(tokens)
-    path = line[wide + 1 : wide + count]
-    first = i * (key.nodes + 1)
-    parents = [row - first for row in line[2 * wide + 1 : -1]]
-    return Emitted(tokens, key.nodes, branches=VerifiedTree.of(parents, path))
 
 
 def bound_of(positions: int) -> int:
@@ -283,10 +270,10 @@ class GraphExecutor(Executor):
         if isinstance(graph, str):
             self._failed(key, graph)
             return None
-        pinned = self.device.type == "cuda"
-        copy = lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)  # noqa: E731
-        hosts = [Output(copy(out.tokens), copy(out.logprobs) if out.logprobs is not None else None) for _ in range(2)]
-        captured = self.cache.graphs[key] = CapturedGraph(key, graph, out, hosts)
+        copies = [Output.of(key, torch.device("cpu"), pin_memory=self.device.type == "cuda") for _ in range(2)]
+        hosts = [HostOutput(copy, copy.views()) for copy in copies]
+        captured = CapturedGraph(key, graph, out, hosts)
+        self.cache.graphs[key] = captured
         return captured
 
     def _failed(self, key: Key, why: str) -> None:
@@ -317,7 +304,15 @@ class GraphExecutor(Executor):
         self._upload(batch.decode, key)
         if key.asks.grammar:
             self._mask(batch.decode, key, plan.draft)
-        pending.payload = self._replay(plan.graph)
+        pending.arrival = self._replay(plan.graph)
+        pending.outputs = plan.graph.hosts[0].outputs
+        if key.nodes > 0:
+            assert pending.outputs.is_tree is not None
+            is_tree = [row.plan.k > 0 for row in batch.decode]
+            pending.outputs.is_tree[: len(is_tree)] = is_tree
+            pending.outputs.num_drafted[: len(is_tree)] = [key.nodes * has_tree for has_tree in is_tree]
+        else:
+            pending.outputs.num_drafted[: len(batch.decode)] = [row.plan.k for row in batch.decode]
         pending.width = key.k
         pending.context = plan.context
         pending.tree = key.nodes > 0
@@ -325,41 +320,29 @@ class GraphExecutor(Executor):
         pending.holders = [item.seq.active_cache for item in batch.decode]
         return pending
 
-    def _replay(self, captured: CapturedGraph) -> Copied:
+    def _replay(self, captured: CapturedGraph) -> torch.cuda.Event | None:
+        """Run a graph and copy its output to the first of its copies; the event signals the arrival."""
         captured.graph.replay()
         captured.hosts.reverse()
-        host = captured.hosts[0]
+        host = captured.hosts[0].copy
         out = captured.out
-        host.tokens.copy_(out.tokens, non_blocking=True)
+        host.packed.copy_(out.packed, non_blocking=True)
         if host.logprobs is not None and out.logprobs is not None:
             host.logprobs.copy_(out.logprobs, non_blocking=True)
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return Copied(captured.key, host, event)
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
-    def read(self, pending: PendingStep) -> list[Emitted]:
-        copied = pending.payload
-        scheduled = pending.batch.decode
-        if not isinstance(copied, Copied):
-            return []
-        if copied.event is not None:
-            copied.event.synchronize()
-        lines = copied.host.tokens[: len(scheduled)].tolist()
-        if copied.key.nodes:
-            return [branched(i, item, line, copied.key) for i, (item, line) in enumerate(zip(scheduled, lines))]
-        if copied.host.logprobs is None:
-            return [Emitted(line[: line[-1]], item.plan.k) for item, line in zip(scheduled, lines)]
-        out = []
-        width = len(lines[0]) - 1
-        rows = copied.host.logprobs.tolist()
-        for i, (item, line) in enumerate(zip(scheduled, lines)):
-            tokens = line[: line[-1]]
-            top = item.seq.request.params.logprobs
-            likely = None if top is None else logprobs(rows[i * width :], tokens, top)
-            out.append(Emitted(tokens, item.plan.k, likely))
-        return out
+    def read(self, pending: PendingStep) -> DecodeOutputs | None:
+        if pending.arrival is not None:
+            pending.arrival.synchronize()
+        outputs = pending.outputs
+        if outputs is not None and outputs.parents is not None:  # of all rows of the step; then of each sequence's
+            rows_per_sequence = outputs.parents.shape[1] + 1
+            outputs.parents -= np.arange(outputs.parents.shape[0])[:, None] * rows_per_sequence
+        return outputs
 
     def _drop(self, keep: Callable[[Key], bool]) -> None:
         if self.device.type == "cuda":
@@ -372,10 +355,10 @@ class GraphExecutor(Executor):
         drafts = [list(item.host_draft or ()) for item in scheduled]
         if draft is not None:
             self._upload(scheduled, draft.key)
-            copied = self._replay(draft)
-            if copied.event is not None:
-                copied.event.synchronize()
-            drafts = copied.host.tokens[: len(scheduled), : key.k].tolist()
+            arrival = self._replay(draft)
+            if arrival is not None:
+                arrival.synchronize()
+            drafts = draft.hosts[0].outputs.tokens[: len(scheduled), : key.k].tolist()
         assert self.bits is not None
         width = key.k + 1
         seqs = [item.seq for item in scheduled]
@@ -412,7 +395,7 @@ class GraphExecutor(Executor):
         if key.source in ("host", "both"):
             self._put("by_host", inputs.by_host, [item.host_draft is not None for item in scheduled] + [False] * fill)
             self._put("base", inputs.base, [item.position for item in scheduled] + [0] * fill)
-            lines = [([*(item.host_draft or ()), *[0] * KNOWN])[:KNOWN] for item in scheduled]
+            lines = [([*(item.host_draft or ()), *[0] * HOST_DRAFT])[:HOST_DRAFT] for item in scheduled]
             inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
@@ -458,5 +441,5 @@ class GraphExecutor(Executor):
         self._put("cap", self.inputs.cap, [context] * rows)
         self.state.position[self.idle].fill_(context)
         captured.graph.replay()
-        captured.hosts[0].tokens.copy_(captured.out.tokens)
+        captured.hosts[0].copy.packed.copy_(captured.out.packed)
         self.state.position[self.idle].fill_(1)

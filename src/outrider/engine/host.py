@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops.backend import CycleRequest, DraftResult
+from ..ops.backend import DraftResult
+from ..ops.decode_io import UNKNOWN, DecodeOutputs, Proposer
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftTexts
-from ..spec.plan import READING, VERIFY, CostPart, VerifiedTree
+from ..spec.plan import READING, VERIFY, CostPart
 from ..spec.slot_sampling import sampling_batch
-from ..types import DraftPlan, SamplingParams
-from .cycle import logprobs
+from ..types import SamplingParams
 from .eager import EagerExecutor
 from .model_runner import ModelRunner
-from .step import Emitted, Executor, PendingStep, Plan, StepBatch
+from .step import DecodeRow, Executor, PendingStep, Plan, StepBatch
+from .step_io import mean_context, mean_drafted, write_confidence, write_row
 
 if TYPE_CHECKING:
     from ..ops.cpu.cycle import CpuCycle
@@ -68,31 +69,41 @@ class HostExecutor(Executor):
         pending = PendingStep(self, batch, runner.clock())
         if batch.decode:
             runner.store.flush()
-            sampling = runner.sampling([item.seq for item in batch.decode])
-            if self.eager is not None:
-                runner.join_unread([item.seq for item in batch.decode])
-            ahead = self._draft_ahead(batch, sampling) if self.ahead is not None or self.eager is not None else {}
-            requests = []
-            inside = None
-            for i, x in enumerate(batch.decode):
-                seq = x.seq
-                each = x.plan
-                guess = x.host_draft
-                if i in ahead:
-                    each = each._replace(k=min(each.k, ahead[i].length))
-                    guess = ahead[i].tokens[: each.k]
-                guess = guess if each.k else None
-                top = seq.request.params.logprobs
-                block = each.drafter is not None and each.drafter == self.block and guess is None
-                requests.append(CycleRequest(x.slot, seq.tokens[-1], x.position, each, guess, top, seq.adapter, block))
-                inside = each.drafter if each.k and guess is None else inside
-            # one drafter's trust: if requests name two, some drafts end a little early or late
-            made = self.cycle.run(requests, sampling, batch.trust.get(inside or ""))
-            for i, drafted in ahead.items():
-                if drafted.confidence:
-                    made[i] = made[i]._replace(confidence=drafted.confidence[: requests[i].plan.k + 1])
-            pending.payload = made
+            pending.outputs = self._run(batch)
+            pending.width = mean_drafted(pending.outputs, batch.decode)
+            pending.context = mean_context(batch.decode)
         return pending
+
+    def _run(self, batch: StepBatch) -> DecodeOutputs:
+        """Drafts of drafters outside of the call, then the call."""
+        rows = batch.decode
+        sampling = self.runner.sampling([row.seq for row in rows])
+        if self.eager is not None:
+            self.runner.join_unread([row.seq for row in rows])
+        ahead = self._draft_ahead(batch, sampling) if self.ahead is not None or self.eager is not None else {}
+        drafter = None  # of a draft inside of the call; if requests name two, some drafts end a little early or late
+        for i, row in enumerate(rows):
+            draft = ahead.get(i)
+            if draft is not None:
+                plan = row.plan._replace(k=min(row.plan.k, draft.length))
+                row = row._replace(plan=plan, host_draft=draft.tokens)
+            proposer = self._proposer(row)
+            if proposer != Proposer.HOST:
+                drafter = row.plan.drafter
+            write_row(self.cycle.inputs, i, row, proposer)
+        adapters = [row.seq.adapter for row in rows]
+        self.cycle.run(len(rows), sampling, adapters=adapters, trust=batch.trust.get(drafter or ""))
+        outputs = self.cycle.outputs
+        assert outputs.is_tree is not None
+        outputs.is_tree[: len(rows)] = self.cycle.inputs.max_nodes[: len(rows)] > 0
+        for i, draft in ahead.items():
+            write_confidence(outputs, i, draft.confidence[: min(rows[i].plan.k, draft.length) + 1])
+        return outputs
+
+    def _proposer(self, row: DecodeRow) -> Proposer:
+        if row.plan.k == 0 or row.host_draft is not None:
+            return Proposer.HOST
+        return Proposer.BLOCK if row.plan.drafter == self.block else Proposer.MTP
 
     def _draft_ahead(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, DraftResult]:
         """Drafts of drafters whose rounds are not part of the call, by index of the sequence."""
@@ -118,24 +129,6 @@ class HostExecutor(Executor):
             self.runner.switch_off(self.ahead.name, [x.seq for x in scheduled], error)
             return dict.fromkeys(which, DraftResult([], [], 0))
 
-    def read(self, pending: PendingStep) -> list[Emitted]:
-        scheduled = pending.batch.decode
-        out = []
-        width = 0
-        context = 0
-        made = pending.payload or ()
-        for item, (k, tokens, confidence, tree, rows, drafts) in zip(scheduled, made):  # type: ignore[call-overload]
-            seq = item.seq
-            top = logprobs(rows, tokens, seq.request.params.logprobs or 0) if rows is not None else None
-            verified = VerifiedTree.of(*tree) if tree is not None else None
-            out.append(Emitted(tokens, k, top, confidence, verified, drafts))
-            width = width + k
-            context = context + len(seq.tokens)
-        if out:
-            pending.width = width / len(out)
-            pending.context = context // len(out)
-        return out
-
     def can_probe(self, part: CostPart) -> bool:
         return part.drafter in self.drafters and (part.kind in ("verify", "draft") or self.ahead is not None)
 
@@ -146,7 +139,7 @@ class HostExecutor(Executor):
             params = [SamplingParams()] * batch
             sampling = sampling_batch(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)
             self._probes[batch] = sampling
-        guess = [0] * k if part == VERIFY else None
+        drafted = k == 0 or part == VERIFY  # before the call
         slots = self.runner.scratch_slots(batch, context + k + 1)
         self.runner.store.flush()
         if self.ahead is not None and part != VERIFY:
@@ -158,7 +151,7 @@ class HostExecutor(Executor):
             self.ahead.draft_on_host(DraftTexts(tracks, [text] * batch, sampling), k, batch == 1)
             for track in tracks:
                 self.ahead.release(track)
-            guess = [0] * k
+            drafted = True
         if self.runner.unread is not None and part != VERIFY:  # a draft reads what its last cycle accepted
             for slot in slots:
                 self.runner.unread.assume(slot, context, min(context, 2))
@@ -166,8 +159,17 @@ class HostExecutor(Executor):
             if self.runner.unread is not None:
                 self.runner.unread.read(slots)
             self.eager.probe(part, batch, k, context)
-            guess = [0] * k
-        plan = DraftPlan(part.drafter, k)
-        block = part.drafter is not None and part.drafter == self.block
-        requests = [CycleRequest(slot, 0, context, plan, guess, block=block) for slot in slots]
-        self.cycle.run(requests, sampling, None)
+            drafted = True
+        inputs = self.cycle.inputs
+        is_block = part.drafter is not None and part.drafter == self.block
+        inputs.slot[:batch] = slots
+        inputs.last_token[:batch] = 0
+        inputs.position[:batch] = context
+        inputs.max_draft[:batch] = k
+        inputs.max_nodes[:batch] = 0
+        inputs.num_logprobs[:batch] = UNKNOWN
+        inputs.stop_below[:batch] = 0.0
+        inputs.drop_below[:batch] = 0.0
+        inputs.proposer[:batch] = Proposer.HOST if drafted else Proposer.BLOCK if is_block else Proposer.MTP
+        inputs.host_draft[:batch] = 0
+        self.cycle.run(batch, sampling, adapters=[None] * batch)

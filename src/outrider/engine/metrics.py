@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..types import Counts
 
 if TYPE_CHECKING:
-    from .step import Emitted, Sequence
+    from ..spec.plan import VerifiedTree
+    from .step import Sequence
 
 
 @dataclass
@@ -33,10 +34,17 @@ class Metrics(Counts):
     kv_bytes: int = 0  # memory in use by K/V
     free_pages: dict[str, int] = field(default_factory=dict)
 
-    def count(self, seq: Sequence, emitted: int, brought: Emitted, drafter: str | None) -> None:
-        drafted = brought.drafted
-        accepted = len(brought.tokens) - 1
-        tree = brought.branches
+    def count(
+        self,
+        seq: Sequence,
+        *,
+        emitted: int,
+        drafted: int,
+        accepted: int,
+        tree: VerifiedTree | None,
+        drafter: str | None,
+    ) -> None:
+        """Count one cycle of a sequence. emitted: tokens that belong to its output."""
         depth = drafted if tree is None else tree.deepest
         for counts in (seq.stats, self):
             counts.new_tokens += emitted

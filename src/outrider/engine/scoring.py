@@ -16,8 +16,8 @@ from ..cache.store import SeqCache
 from ..ops.lowrank import Adapter
 from ..ops.reference import ReferenceOps
 from ..types import OutriderError
-from .cycle import logprobs
 from .engine import Engine
+from .step_io import logprobs
 
 MAX_SCORED_ROWS = 64  # positions per pass
 

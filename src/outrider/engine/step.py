@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..spec.plan import ControllerState, CostPart, CyclePlan, VerifiedTree
+from ..spec.plan import ControllerState, CostPart, CyclePlan
 from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams, SoftSpan
 
 if TYPE_CHECKING:
+    import torch
+
     from ..cache.prefix import PrefixChain
     from ..cache.store import SeqCache
+    from ..ops.decode_io import DecodeOutputs
     from ..ops.lowrank import Adapter
     from ..spec.ngram import NgramIndex
     from .output_processor import OutputProcessor
@@ -207,17 +210,6 @@ class Plan:
     batch: StepBatch
 
 
-class Emitted(NamedTuple):
-    """The result of a decoding sequence: accepted drafts and the target's next token."""
-
-    tokens: list[int]
-    drafted: int = 0  # tokens that were drafted and verified
-    logprobs: list[dict[int, float]] | None = None  # per token {id: logprob}, the chosen one first
-    confidence: list[float] | None = None  # of the drafter's tokens, where it knows
-    branches: VerifiedTree | None = None  # of a tree
-    drafts: list[int] | None = None  # the tokens drafted, where the executor knows them
-
-
 @dataclass(slots=True)
 class PendingStep:
     """A step that was launched and not yet read."""
@@ -232,7 +224,8 @@ class PendingStep:
     # of a step that is read after the next was launched: the most tokens that each sequence may gain by it,
     inflight_tokens: abc.Sequence[int] = ()
     holders: abc.Sequence[SeqCache] = ()  # and who held each slot, which may be reused before
-    payload: object = None  # the executor's own
+    outputs: DecodeOutputs | None = None  # of its decode rows; None: it has none
+    arrival: torch.cuda.Event | None = None  # signals that the outputs are on the host; None: they are
 
 
 class Executor(Protocol):
@@ -246,8 +239,9 @@ class Executor(Protocol):
     def launch(self, plan: Plan) -> PendingStep:
         """Start a step that this executor planned."""
 
-    def read(self, pending: PendingStep) -> list[Emitted]:
-        """One entry per decoding sequence, in order. Waits for this step, not for later ones."""
+    def read(self, pending: PendingStep) -> DecodeOutputs | None:
+        """The outputs of its decode rows, in order. Waits for this step, not for later ones."""
+        return pending.outputs
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """Run one part of a step on scratch sequences to completion, for timing."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..types import DraftPlan, KVView
+from ..types import KVView
 from .formats import DeviceWeight
-
-if TYPE_CHECKING:
-    from .lowrank import Adapter
 
 M = TypeVar("M")
 MlpWeights = tuple[DeviceWeight, DeviceWeight]  # gate_up [2·I, H], down [H, I]
@@ -161,31 +158,6 @@ GPU_CAPABILITIES = Capabilities(
     prefill_with_decodes=512,
     prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
 )
-
-
-class CycleRequest(NamedTuple):
-    """One sequence of a host cycle."""
-
-    slot: int
-    last: int  # the newest token
-    position: int  # its position
-    plan: DraftPlan
-    guess: Sequence[int] | None = None  # plan.k given draft tokens; None: the drafter's
-    likely: int | None = None  # logprobs of the chosen tokens and of this many likeliest ones; None: none
-    adapter: Adapter | None = None
-    block: bool = False  # the draft is the block drafter's
-
-
-class CycleResult(NamedTuple):
-    """The result of one sequence."""
-
-    k: int  # tokens drafted and verified
-    tokens: list[int]  # emitted: those accepted and the target's next
-    confidence: list[float] | None  # of the drafter's tokens
-    # the row each token follows, rows accepted, drafter's steps, tokens
-    tree: tuple[list[int], list[int], float, list[int]] | None = None
-    logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
-    drafts: list[int] | None = None  # the tokens drafted
 
 
 class BlockCall(Protocol):

@@ -23,7 +23,8 @@ from ..cache.store import SeqCache
 from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Emitted, Executor, PendingStep, Plan, Request, Sequence, StepBatch
+from ..engine.step import Executor, PendingStep, Plan, Request, Sequence, StepBatch
+from ..ops.decode_io import DecodeOutputs
 from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError
 from .process_group import ProcessGroup
@@ -174,7 +175,7 @@ class BroadcastExecutor:
             self.leader.send("launch", self.index, self.leader.message(plan.batch))
             return self.inner.launch(plan)
 
-    def read(self, pending: PendingStep) -> list[Emitted]:
+    def read(self, pending: PendingStep) -> DecodeOutputs | None:
         return self.inner.read(pending)
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:

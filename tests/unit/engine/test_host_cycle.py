@@ -90,6 +90,20 @@ def cycle_of(engine: Engine) -> Any:
     return executor.cycle
 
 
+def recorded_batches(engine: Engine) -> list[int]:
+    """The number of sequences of every cycle from now on."""
+    batches: list[int] = []
+    cycle = cycle_of(engine)
+    run_cycle = cycle.run
+
+    def recorded(count: int, *arguments: Any, **options: Any) -> None:
+        batches.append(count)
+        run_cycle(count, *arguments, **options)
+
+    cycle.run = recorded
+    return batches
+
+
 @pytest.mark.parametrize(("shape", "taps"), [("llama", ()), ("llama", (0, 1)), ("sliding", (1,)), ("ties", ())])
 @pytest.mark.parametrize(
     "params",
@@ -140,9 +154,7 @@ def test_logprobs_in_one_call(shape: str) -> None:
                 out[event.id] += zip(event.tokens, event.logprobs or [{}] * len(event.tokens))
         return out
 
-    rows = []
-    host_run = cycle_of(one).run
-    cycle_of(one).run = lambda *args: (rows.append(len(args[0])), host_run(*args))[1]
+    rows = recorded_batches(one)
     got = told(one, asked)
     assert max(rows) == 4 and one.metrics.accepted > 0, "nobody was sent the long way"
     assert got == told(many, asked)
@@ -154,9 +166,7 @@ def test_logprobs_in_one_call(shape: str) -> None:
 def test_what_the_call_cannot_do_goes_the_other_way() -> None:
     """Penalties, trees with filters: beside and after plain requests, with the same tokens as ever."""
     one, many = engines("llama")
-    ran = []
-    host_run = cycle_of(one).run
-    cycle_of(one).run = lambda *args: (ran.append(len(args[0])), host_run(*args))[1]
+    ran = recorded_batches(one)
     special = [
         request("p", PROMPT, k=2, repetition_penalty=1.3),
         request("l", PROMPT, k=2, logprobs=1, temperature=0.7, top_k=5),

@@ -9,21 +9,37 @@
 int or_forward(ThreadPool *pool, const Call *call);
 int or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out);
 
-typedef struct {          /* one sequence */
-    int64_t last, length;  /* the newest token and its position */
-    double stop, drop;     /* as in Draft */
-    double steps;          /* out, of a tree: as in BuiltTree */
-    int32_t slot;
-    int32_t k;             /* in: most tokens to draft, in a chain; out: tokens verified */
-    int32_t given;         /* drafts[b] already holds k tokens */
-    int32_t accepted;      /* out */
-    int32_t nodes;         /* most tokens of a tree; 0: a chain */
-    int32_t priced;        /* prices[b] says what its rows cost */
-    int32_t adapter;       /* which of the call's it uses; -1: none */
-    int32_t likely;        /* logprobs: of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
-    int32_t block;         /* its draft is the block drafter's */
-    int32_t unused;
-} CycleRequest;
+enum { PROPOSER_HOST, PROPOSER_MTP, PROPOSER_BLOCK }; /* as decode_io.Proposer */
+
+typedef struct {                   /* what to do with each sequence: the arrays of decode_io.DecodeInputs, by their names */
+    const int64_t *slot;           /* [B] */
+    const int64_t *last_token;     /* [B] the newest token */
+    const int64_t *position;       /* [B] its position */
+    const int64_t *max_draft;      /* [B] tokens to draft, in a chain; of a tree its depth */
+    const int64_t *max_nodes;      /* [B] tokens of a tree; 0: a chain */
+    const int64_t *proposer;       /* [B] PROPOSER_HOST: the draft is the first max_draft tokens of host_draft */
+    const int64_t *host_draft;     /* [B, host_draft_width] */
+    const double *stop_below;      /* [B] as stop and drop in Draft */
+    const double *drop_below;      /* [B] */
+    const int64_t *has_prices;     /* [B] */
+    const double *prices;          /* [B, most + 1] of that many rows of a tree, in tokens */
+    const int64_t *adapter;        /* [B] which of the call's it uses; -1: none */
+    const int64_t *num_logprobs;   /* [B] of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
+    int64_t host_draft_width;
+} DecodeInputs;
+
+typedef struct {                   /* the arrays of decode_io.DecodeOutputs, by their names */
+    int64_t *tokens;               /* [B, most + 1] the accepted draft tokens, then the target's next one */
+    int64_t *num_tokens;           /* [B] */
+    int64_t *num_drafted;          /* [B] tokens that were verified */
+    int64_t *draft;                /* [B, most] these tokens */
+    int64_t *parents;              /* [B, most] of a tree: the row that each token follows; 0: the newest token */
+    int64_t *path;                 /* [B, most] of a tree: the rows that were accepted */
+    double *draft_steps;           /* [B] of a tree: as in BuiltTree */
+    float *confidence;             /* [B, most] of tokens that were drafted here */
+    int64_t *num_confidences;      /* [B]; -1: no token was */
+    float *logprobs;               /* [B, most + 1, 1 + 2·likely] of tokens, for sequences with logprobs: as logprob_row */
+} DecodeOutputs;
 
 typedef struct {
     Call call;                     /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
@@ -32,12 +48,8 @@ typedef struct {
     float *const *taps;            /* [streams] [rows, H] residual streams that the drafter reads as well as the hidden state */
     float *features;               /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
     float *z;                      /* [rows, V] */
-    CycleRequest *requests;                  /* [B] */
-    int64_t *drafts;               /* [B, most] */
-    float *confidence;             /* [B, most] of what was drafted here */
-    int32_t *parents;              /* [B, most] out, of a tree: the row that each token follows; 0: the newest token */
-    int32_t *path;                 /* [B, most] out, of a tree: the rows that were accepted */
-    const double *prices;          /* [B, most + 1] of that many rows, in tokens */
+    DecodeInputs in;
+    DecodeOutputs out;
     const float *temperature;      /* [B]; 1 where greedy */
     const uint8_t *sampled;            /* [B] */
     const int64_t *seed;           /* [B] */
@@ -46,7 +58,7 @@ typedef struct {
     const float *min_logp;         /* [B] */
     const double *trust;           /* as in Draft */
     int64_t *chosen;               /* [rows] the target's own tokens */
-    float *logprobs;               /* [rows, 1 + 2·likely] out, for rows of sequences with logprobs: as logprob_row */
+    float *row_logprobs;           /* [rows, 1 + 2·likely] as out.logprobs */
     int32_t seqs, most, streams, shift; /* shift: of the drafter's constant position */
     float cap;                     /* of the logits; 0: none */
     int32_t likely;                /* the maximum over the sequences; -1: no logprobs */
@@ -63,14 +75,14 @@ static void verdict_region(ThreadPool *pool, int me, void *job) {
     int lo, hi;
     while (pool_next(pool, j->rows, 1, &lo, &hi)) {
         const int64_t b = j->row_seq[lo];
-        const int told = c->requests[b].likely >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
+        const int told = c->in.num_logprobs[b] >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
         float *z = c->z + (int64_t)lo * n, *own = j->warm + me * (n + FILTER_ROOM(n));
         float *warm = told && (heat || filter) ? own : z; /* logprobs are those of the raw logits */
         if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
         else if (warm != z) memcpy(warm, z, (size_t)n * 4);
         if (filter) filter_row(warm, n, c->top_k[b], c->top_p[b], c->min_logp[b], own + n);
         c->chosen[lo] = choose_row(warm, n, c->sampled[b], c->seed[b], j->position[lo] + 1, NULL);
-        if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (INT64_C(1) + 2 * c->likely));
+        if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->row_logprobs + lo * (INT64_C(1) + 2 * c->likely));
     }
 }
 
@@ -130,30 +142,37 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
         const int32_t *from = c->call.batch.tables[g];
         if (!from) continue;
         for (int i = 0; i < count; i++)
-            memcpy(at + (int64_t)i * width, from + (int64_t)c->requests[who ? who[i] : i].slot * c->call.batch.width[g], (size_t)width * 4);
+            memcpy(at + (int64_t)i * width, from + c->in.slot[who ? who[i] : i] * c->call.batch.width[g], (size_t)width * 4);
         to->tables[g] = at;
         to->width[g] = width;
         at += (int64_t)count * width;
     }
 }
 
-/* A sequence's draft: at most `length` of the `steps` tokens at `out`. */
-static void take_draft(Cycle *c, int b, int64_t length, const int64_t *out, const float *sure, int steps) {
-    int k = length < c->requests[b].k ? (int)length : c->requests[b].k;
-    for (int j = 0; j < k; j++) {
-        if (out[j] < 0 || out[j] >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
-        c->drafts[(int64_t)b * c->most + j] = out[j];
+/* A sequence's draft: at most `length` of the `steps` tokens in `drafted`, and their confidences with that of the token that ended it. */
+static void take_draft(Cycle *c, int b, int64_t length, const int64_t *drafted, const float *sure, int steps) {
+    const DecodeOutputs *out = &c->out;
+    const int64_t first = (int64_t)b * c->most, wanted = out->num_drafted[b];
+    int64_t k = length < wanted ? length : wanted;
+    for (int64_t j = 0; j < k; j++) {
+        if (drafted[j] < 0 || drafted[j] >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
+        out->draft[first + j] = drafted[j];
     }
-    memcpy(c->confidence + (int64_t)b * c->most, sure, (size_t)steps * 4);
-    c->requests[b].k = k;
+    memcpy(out->confidence + first, sure, (size_t)steps * 4);
+    out->num_drafted[b] = k;
+    const int64_t count = wanted < k + 1 ? wanted : k + 1;
+    out->num_confidences[b] = sure[count - 1] == 0.0f ? count - 1 : count; /* 0: no such token was drafted */
 }
 
-/* Draft for the sequences without given drafts. */
+/* The MTP drafter's chains. */
 static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
-        if (!c->requests[b].given && !c->requests[b].block && c->requests[b].k > 0 && !c->requests[b].nodes) { who[n++] = b; if (c->requests[b].k > steps) steps = c->requests[b].k; }
+        if (c->in.proposer[b] == PROPOSER_MTP && c->in.max_draft[b] > 0 && !c->in.max_nodes[b]) {
+            who[n++] = b;
+            if (c->in.max_draft[b] > steps) steps = (int)c->in.max_draft[b];
+        }
     if (!n) return 0;
     Draft d = *c->draft;
     const int T = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
@@ -168,11 +187,11 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
-        const CycleRequest *a = &c->requests[b];
-        const float *from = c->features + (int64_t)a->slot * wide;
-        last[i] = a->last; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
-        guess[i] = a->length + 1; position[i] = a->length - 1; row_seq[i] = row_start[i] = i;
-        stop[i] = a->stop; drop[i] = a->drop;
+        const int64_t length = c->in.position[b];
+        const float *from = c->features + c->in.slot[b] * wide;
+        last[i] = c->in.last_token[b]; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
+        guess[i] = length + 1; position[i] = length - 1; row_seq[i] = row_start[i] = i;
+        stop[i] = c->in.stop_below[b]; drop[i] = c->in.drop_below[b];
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
         memcpy(start + (int64_t)i * H, from, (size_t)H * 4);
         for (int t = 0; t < T; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * T + t) * H);
@@ -198,7 +217,7 @@ static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n
     const BlockNet *net = c->block;
     const int S = net->block ? net->block : steps + net->first, R = n * S, W = n * steps;
     int64_t furthest = 0;
-    for (int i = 0; i < n; i++) if (c->requests[who[i]].length > furthest) furthest = c->requests[who[i]].length;
+    for (int i = 0; i < n; i++) if (c->in.position[who[i]] > furthest) furthest = c->in.position[who[i]];
     const int width = (int)((furthest + S) / c->call.batch.page_size) + 1;
     char *room = malloc(((size_t)3 * (R + W) + n) * 8 + (size_t)(2 * (n + 1) + 2 * n * width) * 4);
     if (!room) return 1;
@@ -206,9 +225,9 @@ static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n
             *ends = few_seq + W;
     int32_t *row_start = (int32_t *)(ends + n), *few_start = row_start + n + 1, *tables = few_start + n + 1;
     for (int i = 0; i < n; i++) {
-        const int64_t at = c->requests[who[i]].length;
+        const int64_t at = c->in.position[who[i]];
         row_start[i] = i * S; few_start[i] = i * steps; ends[i] = at + S - 1;
-        for (int j = 0; j < S; j++) ids[i * S + j] = j ? net->mask : c->requests[who[i]].last, positions[i * S + j] = at + j, row_seq[i * S + j] = i;
+        for (int j = 0; j < S; j++) ids[i * S + j] = j ? net->mask : c->in.last_token[who[i]], positions[i * S + j] = at + j, row_seq[i * S + j] = i;
         for (int j = 0; j < steps; j++)
             wanted[i * steps + j] = i * S + net->first + j, few_at[i * steps + j] = at + net->first + j, few_seq[i * steps + j] = i;
     }
@@ -232,12 +251,12 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
     int n = 0, steps = 0, who[B];
     int64_t slots[B];
     for (int b = 0; b < B; b++) {
-        CycleRequest *a = &c->requests[b];
-        if (a->given || !a->block || a->k <= 0) continue;
-        if (net->block && a->k > net->block - net->first) a->k = net->block - net->first; /* a block predicts no more */
-        if (c->unread->span[2 * a->slot] + c->unread->span[2 * a->slot + 1] != a->length) c->unread->span[2 * a->slot + 1] = 0;
-        slots[n] = a->slot; who[n++] = b;
-        steps = a->k > steps ? a->k : steps;
+        if (c->in.proposer[b] != PROPOSER_BLOCK || c->in.max_draft[b] <= 0) continue;
+        int64_t *k = &c->out.num_drafted[b], *span = c->unread->span + 2 * c->in.slot[b];
+        if (net->block && *k > net->block - net->first) *k = net->block - net->first; /* a block predicts no more */
+        if (span[0] + span[1] != c->in.position[b]) span[1] = 0;
+        slots[n] = c->in.slot[b]; who[n++] = b;
+        steps = *k > steps ? (int)*k : steps;
     }
     if (!n) return 0;
     if (or_read_slots(pool, net, c->unread, slots, n)) return 1;
@@ -250,7 +269,7 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
     uint8_t *sampled = (uint8_t *)(hidden + rows * net->call.stack->hidden);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
-        seed[i] = c->seed[b]; position[i] = c->requests[b].length + 1; temperature[i] = c->temperature[b]; sampled[i] = c->sampled[b];
+        seed[i] = c->seed[b]; position[i] = c->in.position[b] + 1; temperature[i] = c->temperature[b]; sampled[i] = c->sampled[b];
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
     }
     int failed = block_forward(pool, c, who, n, steps, hidden);
@@ -264,27 +283,30 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
         pool_end(pool);
     }
     for (int i = 0; i < n && !failed; i++) {
-        const CycleRequest *a = &c->requests[who[i]];
+        const int b = who[i];
         double path = 1.0;
         int64_t length = steps;
-        for (int j = 0; c->trust && j < a->k && goes_on(c->trust, a->stop, a->drop, &length, j, sure[(int64_t)i * steps + j], &path);) j++;
-        take_draft(c, who[i], length, out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
+        int j = 0;
+        while (c->trust && j < c->out.num_drafted[b] &&
+               goes_on(c->trust, c->in.stop_below[b], c->in.drop_below[b], &length, j, sure[(int64_t)i * steps + j], &path)) j++;
+        take_draft(c, b, length, out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
     }
     free(room);
     return failed;
 }
 
 /* Keeps what the block drafter will read of a sequence's accepted rows, the first of which is `row`. */
-static int keep_unread(ThreadPool *pool, const Cycle *c, const CycleRequest *a, int b, int64_t row) {
+static int keep_unread(ThreadPool *pool, const Cycle *c, int b, int64_t row) {
     const BlockNet *net = c->block;
     const Unread *u = c->unread;
     const int wide = net->fc.k / net->streams;
-    int64_t *span = u->span + INT64_C(2) * a->slot, slot = a->slot;
-    if (span[0] + span[1] != a->length) span[1] = 0; /* of another text */
-    if (span[1] + a->accepted + 1 > u->most && or_read_slots(pool, net, u, &slot, 1)) return 1;
-    if (!span[1]) span[0] = a->length;
-    for (int j = 0; j <= a->accepted; j++, span[1]++) {
-        const int64_t r = row + (j && a->nodes ? c->path[(int64_t)b * c->most + j - 1] : j), at = slot * u->most + span[1];
+    const int64_t slot = c->in.slot[b], position = c->in.position[b], count = c->out.num_tokens[b];
+    int64_t *span = u->span + 2 * slot;
+    if (span[0] + span[1] != position) span[1] = 0; /* of another text */
+    if (span[1] + count > u->most && or_read_slots(pool, net, u, &slot, 1)) return 1;
+    if (!span[1]) span[0] = position;
+    for (int64_t j = 0; j < count; j++, span[1]++) {
+        const int64_t r = row + (j && c->in.max_nodes[b] ? c->out.path[(int64_t)b * c->most + j - 1] : j), at = slot * u->most + span[1];
         u->following[at] = c->chosen[row + j]; /* of a tree: accept_path has put the path's first */
         for (int t = 0; t < net->streams; t++)
             memcpy(u->states + at * net->fc.k + (int64_t)t * wide, c->taps[c->block_taps[t]] + r * wide, (size_t)wide * 4);
@@ -294,12 +316,14 @@ static int keep_unread(ThreadPool *pool, const Cycle *c, const CycleRequest *a, 
 
 /* A tree of drafts of one sequence. */
 static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
-    CycleRequest *a = &c->requests[b];
-    const int H = c->call.stack->hidden;
-    const float *from = c->features + (int64_t)a->slot * (1 + c->streams) * H;
+    const DecodeInputs *in = &c->in;
+    const DecodeOutputs *out = &c->out;
+    const int H = c->call.stack->hidden, depth = in->max_draft[b] < TREE_DEEP ? (int)in->max_draft[b] : TREE_DEEP;
+    const int64_t length = in->position[b];
+    const float *from = c->features + in->slot[b] * (1 + c->streams) * H;
     Draft d = *c->draft;
     const int S = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
-    int64_t last[TREE_WIDE] = {a->last}, guess[TREE_WIDE] = {a->length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
+    int64_t last[TREE_WIDE] = {in->last_token[b]}, guess[TREE_WIDE] = {length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
     float temperature[TREE_WIDE];
     uint8_t sampled[TREE_WIDE];
     BuiltTree grown;
@@ -308,18 +332,20 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     float *start = (float *)room, *taps = start + (size_t)2 * TREE_WIDE * H;
     memcpy(start, from, (size_t)H * 4);
     for (int i = 0; i < TREE_WIDE; i++) {
-        seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b]; position[i] = a->length - 1;
+        seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b]; position[i] = length - 1;
         for (int t = 0; t < S; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * S + t) * H);
     }
     d.call.batch.rope_shift = c->shift;
     d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
     gather_tables(&d.call.batch, c, &b, 1, width, (int32_t *)(taps + (size_t)TREE_WIDE * S * H));
     d.taps = S ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
-    const int failed = build_tree(pool, &d, H, c->head.n, a->k < TREE_DEEP ? a->k : TREE_DEEP, a->stop, a->drop, c->trust, start, last, guess, &grown);
+    const int failed = build_tree(pool, &d, H, c->head.n, depth, in->stop_below[b], in->drop_below[b], c->trust, start, last, guess, &grown);
     if (!failed) {
         const int64_t at = (int64_t)b * c->most;
-        a->k = pick_nodes(&grown, a->nodes, a->priced ? c->prices + b * (c->most + INT64_C(1)) : NULL, c->drafts + at, c->confidence + at, c->parents + at);
-        a->steps = grown.steps;
+        const double *prices = in->has_prices[b] ? in->prices + b * (c->most + INT64_C(1)) : NULL;
+        const int count = pick_nodes(&grown, (int)in->max_nodes[b], prices, out->draft + at, out->confidence + at, out->parents + at);
+        out->num_drafted[b] = out->num_confidences[b] = count;
+        out->draft_steps[b] = grown.steps;
     }
     free(room);
     return failed;
@@ -327,40 +353,62 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
 
 /* Accept from the root on the child that holds the target's choice, while there is one. The accepted rows' choices are moved to the front
  * of the sequence's, their keys and values to the positions of their tokens. Returns the last accepted row. */
-static int accept_path(const Cycle *c, const Batch *v, int b) {
-    CycleRequest *a = &c->requests[b];
+static int64_t accept_path(const Cycle *c, const Batch *v, int b) {
     int64_t *chosen = c->chosen + v->row_start[b];
-    const int64_t *drafts = c->drafts + (int64_t)b * c->most;
-    const int32_t *parents = c->parents + (int64_t)b * c->most;
-    int32_t *path = c->path + (int64_t)b * c->most;
-    int at = 0, right = 0, j;
+    const int64_t k = c->out.num_drafted[b], length = c->in.position[b];
+    const int64_t *draft = c->out.draft + (int64_t)b * c->most, *parents = c->out.parents + (int64_t)b * c->most;
+    int64_t *path = c->out.path + (int64_t)b * c->most, at = 0, right = 0, j;
     do {
-        for (j = 0; j < a->k && !(parents[j] == at && drafts[j] == chosen[at]); j++) {}
-        if (j < a->k) path[right++] = at = j + 1;
-    } while (j < a->k);
-    for (int i = 0; i < right; i++) chosen[i + 1] = chosen[path[i]]; /* path[i] > i: read before it is written */
+        for (j = 0; j < k && !(parents[j] == at && draft[j] == chosen[at]); j++) {}
+        if (j < k) path[right++] = at = j + 1;
+    } while (j < k);
+    for (int64_t i = 0; i < right; i++) chosen[i + 1] = chosen[path[i]]; /* path[i] > i: read before it is written */
     const Stack *s = c->call.stack;
     for (int l = 0; l < s->layers; l++)
-        for (int i = 0; i < right && s->layer[l].attn.writes; i++)
-            if (path[i] != i + 1) move_kv(&s->layer[l].attn, v, b, a->length + path[i], a->length + i + 1);
-    a->accepted = right;
+        for (int64_t i = 0; i < right && s->layer[l].attn.writes; i++)
+            if (path[i] != i + 1) move_kv(&s->layer[l].attn, v, b, length + path[i], length + i + 1);
+    c->out.num_tokens[b] = right + 1;
     return at;
+}
+
+/* Accept the tokens of a chain while they equal the target's choices. Returns the last accepted row. */
+static int64_t accept_chain(const Cycle *c, const Batch *v, int b) {
+    const int64_t *chosen = c->chosen + v->row_start[b], *draft = c->out.draft + (int64_t)b * c->most;
+    int64_t right = 0;
+    while (right < c->out.num_drafted[b] && draft[right] == chosen[right]) right++;
+    c->out.num_tokens[b] = right + 1;
+    return right;
+}
+
+/* The emitted tokens of a sequence whose rows begin at `row`, and their logprobs. */
+static void emit(const Cycle *c, int b, int64_t row) {
+    const DecodeOutputs *out = &c->out;
+    const int64_t count = out->num_tokens[b], first = (int64_t)b * (c->most + 1), width = 1 + 2 * (int64_t)c->likely;
+    memcpy(out->tokens + first, c->chosen + row, (size_t)count * 8);
+    for (int64_t j = 0; c->in.num_logprobs[b] >= 0 && j < count; j++) {
+        const int64_t r = row + (j && c->in.max_nodes[b] ? out->path[(int64_t)b * c->most + j - 1] : j);
+        memcpy(out->logprobs + (first + j) * width, c->row_logprobs + r * width, (size_t)width * 4);
+    }
 }
 
 int or_decode_step(ThreadPool *pool, Cycle *c) {
     const int B = c->seqs, H = c->call.stack->hidden, deep = c->most + 1;
+    const DecodeInputs *in = &c->in;
+    const DecodeOutputs *out = &c->out;
     int64_t furthest = 0, rows = 0, trees = 0;
     for (int b = 0; b < B; b++) {
-        const CycleRequest *a = &c->requests[b];
-        const int64_t end = a->length + (a->k > a->nodes ? a->k : a->nodes);
+        const int64_t k = in->max_draft[b], nodes = in->max_nodes[b], end = in->position[b] + (k > nodes ? k : nodes);
         furthest = end > furthest ? end : furthest;
-        trees |= a->nodes;
+        trees |= nodes;
+        out->num_drafted[b] = k;
+        out->num_confidences[b] = -1;
+        if (in->proposer[b] == PROPOSER_HOST) memcpy(out->draft + (int64_t)b * c->most, in->host_draft + b * in->host_draft_width, (size_t)k * 8);
     }
     const int width = (int)(furthest / c->call.batch.page_size) + 1;
     if (c->draft && cycle_draft(pool, c, width)) return 1;
     if (c->block && cycle_block(pool, c)) return 1;
-    for (int b = 0; b < B; b++) if (c->requests[b].nodes && cycle_tree(pool, c, b, width)) return 1;
-    for (int b = 0; b < B; b++) rows += c->requests[b].k + 1;
+    for (int b = 0; b < B; b++) if (in->max_nodes[b] && cycle_tree(pool, c, b, width)) return 1;
+    for (int b = 0; b < B; b++) rows += out->num_drafted[b] + 1;
     char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
     if (!room) return 1;
     int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows, *places = row_seq + rows;
@@ -368,17 +416,17 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
-        for (int j = 0; j <= c->requests[b].k; j++, r++) {
-            ids[r] = j ? c->drafts[(int64_t)b * c->most + j - 1] : c->requests[b].last;
-            places[r] = positions[r] = c->requests[b].length + j;
+        for (int j = 0; j <= out->num_drafted[b]; j++, r++) {
+            ids[r] = j ? out->draft[(int64_t)b * c->most + j - 1] : in->last_token[b];
+            places[r] = positions[r] = in->position[b] + j;
             row_seq[r] = b;
-            of[r] = c->requests[b].adapter;
+            of[r] = (int32_t)in->adapter[b];
             if (!trees) continue;
-            const int up = j ? row_start[b] + (c->requests[b].nodes ? c->parents[(int64_t)b * c->most + j - 1] : j - 1) : r;
-            const int depth = j ? (int)(positions[up] - c->requests[b].length) + 1 : 0;
+            const int up = j ? row_start[b] + (in->max_nodes[b] ? (int)out->parents[(int64_t)b * c->most + j - 1] : j - 1) : r;
+            const int depth = j ? (int)(positions[up] - in->position[b]) + 1 : 0;
             memcpy(paths + (int64_t)r * deep, paths + (int64_t)up * deep, (size_t)depth * 4);
             for (int i = depth; i < deep; i++) paths[(int64_t)r * deep + i] = j;
-            positions[r] = c->requests[b].length + depth;
+            positions[r] = in->position[b] + depth;
         }
     }
     row_start[B] = r;
@@ -399,16 +447,11 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     }
     if (!failed) {
         for (int b = 0; b < B; b++) {
-            CycleRequest *a = &c->requests[b];
-            int right = 0;
-            if (a->nodes) right = accept_path(c, &call.batch, b);
-            else {
-                while (right < a->k && c->drafts[(int64_t)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
-                a->accepted = right;
-            }
-            if (c->block && keep_unread(pool, c, a, b, row_start[b])) failed = 1;
-            const int64_t row = row_start[b] + right;
-            float *to = c->features + (int64_t)a->slot * (1 + c->streams) * H;
+            const int64_t accepted = in->max_nodes[b] ? accept_path(c, &call.batch, b) : accept_chain(c, &call.batch, b);
+            if (c->block && keep_unread(pool, c, b, row_start[b])) failed = 1;
+            emit(c, b, row_start[b]);
+            const int64_t row = row_start[b] + accepted;
+            float *to = c->features + in->slot[b] * (1 + c->streams) * H;
             memcpy(to, call.hidden + row * H, (size_t)H * 4);
             for (int t = 0; t < c->streams; t++) memcpy(to + (1 + t) * H, c->taps[t] + row * H, (size_t)H * 4);
         }

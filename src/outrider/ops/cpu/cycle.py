@@ -8,31 +8,28 @@ requests that are greedy or use temperature, top-k, top-p and min-p.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_void_p
-from struct import Struct
+from ctypes import Structure, c_double, c_int32, c_void_p
 
 import torch
 from torch import Tensor
 
 from ...types import MAX_DRAFT, KVPages
-from ..backend import CycleRequest, CycleResult, HostSampling
+from ..backend import HostSampling
+from ..decode_io import DecodeInputs, DecodeOutputs
 from ..lowrank import Adapter
 from .block import CpuBlock, UnreadRows
 from .forward import CompiledDrafter, CompiledModel
-from .lib import GROUPS, CCall, CCycle, CDraft, at
+from .lib import GROUPS, CCall, CCycle, CDecodeInputs, CDecodeOutputs, CDraft, at
 from .lowrank import PassAdapters
 from .packing import c_weight
-
-ASKED = Struct("=qqdddiiiiiiiiii")  # CycleRequest in cycle.h
-# its output fields: steps; k and accepted
-STEPS = Struct("=32xd")
-VERIFIED = Struct("=44xi4xi")
 
 
 class CpuCycle:
     """For requests that are greedy or use temperature and filters alone. `cache`: tables with one row per slot.
     `features` [slots, H·(1 + taps)] float32: the drafter's inputs, by slot; updated by every run. `drafts`: are the
-    drafter's rounds part of the call? Otherwise it takes only given drafts."""
+    drafter's rounds part of the call? Otherwise it takes only drafts of the host.
+
+    A step is written to `inputs`, run by `run`, and read from `outputs`."""
 
     def __init__(
         self,
@@ -46,6 +43,7 @@ class CpuCycle:
         """block: of a drafter that reads all rows; `unread` is what it has not yet read."""
         ops = model.ops
         config = model.config
+        max_sequences = features.shape[0]
         self.ops = ops
         self.drafter = drafter
         self.hidden = config.hidden
@@ -76,23 +74,15 @@ class CpuCycle:
             self.unread = UnreadRows(block, cache, pages, c.call.batch)
             self.block_taps = (c_int32 * len(block.taps))(*[self.taps.index(tap) for tap in block.taps])
             c.block, c.unread, c.block_taps = map(at, (self.unread.net, self.unread.c, self.block_taps))
-        most = features.shape[0]
-        self.asked = bytearray(most * ASKED.size)
-        self.guesses = (c_int64 * (most * MAX_DRAFT))()
-        self.confidence = (c_float * (most * MAX_DRAFT))()
-        self.parents = (c_int32 * (most * MAX_DRAFT))()
-        self.path = (c_int32 * (most * MAX_DRAFT))()
-        self.prices = (c_double * (most * (MAX_DRAFT + 1)))()
-        self.priced: list[Sequence[float] | None] = [None] * most  # what `prices` holds; tuples, which do not change
+        self.inputs = DecodeInputs(max_sequences)
+        self.outputs = DecodeOutputs.allocate(max_sequences)
+        bind(getattr(c, "in"), CDecodeInputs, self.inputs)
+        bind(c.out, CDecodeOutputs, self.outputs)
         self.trust = (c_double * 16)()
-        c.requests = at((c_char * len(self.asked)).from_buffer(self.asked))
-        c.drafts = at(self.guesses)
-        c.confidence, c.parents, c.path, c.prices = map(at, (self.confidence, self.parents, self.path, self.prices))
-        self.trusted: Sequence[float] | None = None  # what `trust` holds
-        self.room = 0
-        self.told = (c_float * 0)()  # logprobs by row
+        self.bound_trust: Sequence[float] | None = None  # what `trust` holds
+        self.max_rows = 0  # of the buffers below
+        self.row_logprobs: Tensor | None = None
         self.sampling: HostSampling | None = None
-        self.shape = (0, -1)  # what `seqs` and `likely` hold
         self.adapters = PassAdapters(model.stack.changes, ())
         self.stack = model.stack
         self.step = ops.lib.or_decode_step
@@ -103,92 +93,83 @@ class CpuCycle:
         return self.stack.changes(adapter) is not None
 
     def _grow(self, rows: int) -> None:
-        self.room = rows = 1 << (rows - 1).bit_length()
+        """Allocate the buffers of a step with this many rows."""
+        rows = 1 << (rows - 1).bit_length()
+        self.max_rows = rows
         hidden = torch.empty((rows, self.hidden))
         z = torch.empty((rows, self.vocab))
-        streams = self.streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
-        self.chosen = (c_int64 * rows)()
+        streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
+        chosen = torch.empty(rows, dtype=torch.int64)
         self.tapped = (c_void_p * max(1, len(streams)))(*map(at, streams))
         by_layer: list[int | None] = [None] * self.layers
         for layer, stream in zip(self.taps, streams):
             by_layer[layer] = at(stream)
         self.by_layer = (c_void_p * self.layers)(*by_layer)
-        self.buffers = [hidden, z]
+        self.buffers = [hidden, z, chosen, *streams]
         c = self.c
-        c.call.hidden, c.z, c.chosen, c.taps = map(at, (hidden, z, self.chosen, self.tapped))
+        c.call.hidden, c.z, c.chosen, c.taps = map(at, (hidden, z, chosen, self.tapped))
         c.call.taps = at(self.by_layer) if streams else None
+        self.row_logprobs = None
+
+    def _allocate_logprobs(self, num_logprobs: int) -> None:
+        """Allocate logprobs of that many tokens beside the chosen one."""
+        width = 1 + 2 * num_logprobs
+        self.row_logprobs = torch.empty((self.max_rows, width))
+        logprobs = torch.empty((*self.outputs.tokens.shape, width))
+        self.outputs.logprobs = logprobs.numpy()  # shares its memory
+        self.c.row_logprobs = at(self.row_logprobs)
+        self.c.out.logprobs = at(logprobs)
 
     def run(
-        self, asked: Sequence[CycleRequest], sampling: HostSampling, trust: Sequence[float] | None
-    ) -> list[CycleResult]:
-        """`trust`: acceptance by confidence, if drafts may end themselves; a list that does not change."""
+        self,
+        count: int,
+        sampling: HostSampling,
+        *,
+        adapters: Sequence[Adapter | None],
+        trust: Sequence[float] | None = None,
+    ) -> None:
+        """The step of the first `count` sequences of `inputs`. trust: acceptance by confidence, if drafts may end
+        themselves; a list that does not change."""
         c = self.c
-        rows = len(asked)
-        most_likely = -1
-        deepest = 0
-        used = [one.adapter for one in asked]
-        if used != self.adapters.adapters:
-            self.adapters = PassAdapters(self.stack.changes, used)
+        inputs = self.inputs
+        if self.adapters.adapters != adapters:
+            self.adapters = PassAdapters(self.stack.changes, adapters)
             c.call.adapters = self.adapters.c
-        for i, (slot, last, length, plan, guess, likely, _, block) in enumerate(asked):
-            _, k, stop, drop, nodes, prices = plan
-            top = -1 if likely is None else likely
-            if top > most_likely:
-                most_likely = top
-            ASKED.pack_into(
-                self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes,
-                prices is not None, self.adapters.of[i], top, block, 0
-            )  # fmt: skip
-            if guess is not None:
-                self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
-            if prices is not None and prices is not self.priced[i]:  # a plan is valid for several cycles
-                self.priced[i] = prices
-                self.prices[i * (MAX_DRAFT + 1) : (i + 1) * (MAX_DRAFT + 1)] = list(prices)
-            rows += k if k > nodes else nodes
-            if block and k > deepest:
-                deepest = k
-        rows = max(rows, deepest * len(asked))  # a block drafter's logits
-        if rows > self.room:
+        inputs.adapter[:count] = self.adapters.of
+        max_draft = inputs.max_draft[:count].tolist()
+        max_nodes = inputs.max_nodes[:count].tolist()
+        rows = count + sum(map(max, max_draft, max_nodes))
+        if self.drafts_blocks:
+            rows = max(rows, max(max_draft) * count)  # a block drafter's logits
+        if rows > self.max_rows:
             self._grow(rows)
+        num_logprobs = max(inputs.num_logprobs[:count].tolist())
+        if num_logprobs >= 0 and (num_logprobs != c.likely or self.row_logprobs is None):
+            self._allocate_logprobs(num_logprobs)
         if sampling is not self.sampling:
-            self.sampling = sampling
-            c.temperature, c.sampled, c.seed = map(at, (sampling.temperature, sampling.sampled, sampling.seed))
-            cut = sampling.cut
-            c.top_k, c.top_p, c.min_logp = map(at, (None,) * 3 if cut is None else (cut.top_k, cut.top_p, cut.min_logp))
-        if trust is not self.trusted:
-            self.trusted = trust
+            self._bind_sampling(sampling)
+        if trust is not self.bound_trust:
+            self.bound_trust = trust
             if trust is not None:
                 self.trust[:] = list(trust)
             c.trust = at(self.trust) if trust is not None else None
-        if self.shape != (len(asked), most_likely):
-            self.shape = c.seqs, c.likely = len(asked), most_likely
-        width = 1 + 2 * most_likely
-        if rows * width > len(self.told):
-            self.told = (c_float * (self.room * width))()
-            c.logprobs = at(self.told)
+        c.seqs = count
+        c.likely = num_logprobs
         self.step(self.pool, c)
-        out = []
-        row = 0
-        for i, (_, _, _, plan, guess, likely, _, _) in enumerate(asked):
-            k, right = VERIFIED.unpack_from(self.asked, i * ASKED.size)
-            sure = None
-            tree = None
-            confidence = None
-            first = i * MAX_DRAFT
-            if plan.nodes:
-                columns = slice(first, first + k)
-                (steps,) = STEPS.unpack_from(self.asked, i * ASKED.size)
-                sure = self.confidence[columns]
-                tree = (self.parents[columns], self.path[first : first + right], steps, self.guesses[columns])
-            elif guess is None and plan.k:
-                sure = self.confidence[first : first + min(plan.k, k + 1)]  # with the token that ended the draft, if it
-                if sure[-1] == 0.0:  # was drafted
-                    sure.pop()
-            if likely is not None:
-                path = range(1, right + 1) if tree is None else tree[1]
-                confidence = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            tokens = self.chosen[row : row + right + 1]
-            drafts = self.guesses[first : first + k] if k else []
-            out.append(CycleResult(k, tokens, sure, tree, confidence, drafts))
-            row += k + 1
-        return out
+
+    def _bind_sampling(self, sampling: HostSampling) -> None:
+        self.sampling = sampling
+        c = self.c
+        c.temperature, c.sampled, c.seed = map(at, (sampling.temperature, sampling.sampled, sampling.seed))
+        cut = sampling.cut
+        filters = (None, None, None) if cut is None else (cut.top_k, cut.top_p, cut.min_logp)
+        c.top_k, c.top_p, c.min_logp = map(at, filters)
+
+
+def bind(c: Structure, layout: type[Structure], arrays: DecodeInputs | DecodeOutputs) -> None:
+    """Set every field of a C struct from the arrays' attribute of the same name: pointers, and widths as numbers."""
+    for name, kind in layout._fields_:  # type: ignore[misc]
+        value = getattr(arrays, name)
+        if kind is c_void_p:
+            value = None if value is None else value.ctypes.data
+        setattr(c, name, value)

@@ -17,7 +17,7 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain), sizeof(LowRank), sizeof(BlockNet), sizeof(Unread)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain), sizeof(LowRank), sizeof(BlockNet), sizeof(Unread), sizeof(DecodeInputs), sizeof(DecodeOutputs)};
     return (int)sizes[which];
 }
 

@@ -54,10 +54,15 @@ CCall = struct("Call")
 CDraft = struct("Draft")
 CBlockNet = struct("BlockNet")
 CUnread = struct("Unread")
+CDecodeInputs = struct("DecodeInputs")
+CDecodeOutputs = struct("DecodeOutputs")
 CCycle = struct("Cycle")
 CChain = struct("Chain")
 # in the order of or_sizes
-CHECKED = CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank, CBlockNet, CUnread
+CHECKED = (
+    *(CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain, CLowRank, CBlockNet, CUnread),
+    *(CDecodeInputs, CDecodeOutputs),
+)
 
 
 def at(x: Any) -> int | None:

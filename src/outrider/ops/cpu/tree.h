@@ -68,7 +68,7 @@ static int build_tree(ThreadPool *pool, Draft *d, int wide, int vocab, int deep,
 
 /* The likeliest nodes, at most `most` and no more than are worth their price, the main line first: tokens, confidences, and the row that
  * each follows. Returns how many. */
-static int pick_nodes(const BuiltTree *g, int most, const double *prices, int64_t *tokens, float *confidence, int32_t *parents) {
+static int pick_nodes(const BuiltTree *g, int most, const double *prices, int64_t *tokens, float *confidence, int64_t *parents) {
     int order[TREE_ALL], number[TREE_ALL], kept = 0, out = 0, tip = -1;
     double sum = 0.0, top = 0.0;
     for (int i = 0; i < g->count; i++) { /* a parent is never less likely than its children, nor later */
