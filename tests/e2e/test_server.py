@@ -272,7 +272,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 BAD: list[tuple[Any, int, str]] = [
     (chat(foo=1), 400, "foo"),
-    (chat(audio={}), 400, "audio"),
+    (chat(modalities=["audio"]), 400, "modalities"),
     (chat(outrider={"fast": True}), 400, "outrider.fast"),
     (chat(temperature="hot"), 400, "temperature"),
     (chat(temperature=-1), 400, "temperature"),
