@@ -57,6 +57,8 @@ INLINE int paired(const Spec *s, const Batch *b) {
 #if ISA_BF16
     return b->kv_dtype == DT_BF16 && tiled(b) && s->dim % LANES == 0;
 #else
+    (void)s;
+    (void)b;
     return 0;
 #endif
 }
@@ -140,7 +142,7 @@ static void copy_value(const Spec *s, const Batch *b, const void *from, int64_t 
     for (int d = 0; d < s->dim; d++) y[2 * d] = x[2 * d];
 }
 /* Keys and values of one place of a sequence to another. */
-static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_t to) {
+SHARED void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_t to) {
     void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
     const size_t item = kv_item(b);
     const int64_t row = kv_row(s, b);
@@ -158,7 +160,7 @@ static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_
 }
 
 /* Head `h` of a row's fused projection (q heads, then k, then v): q is rotated in place, k and v go to the cache. */
-static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float *qkv, const float *cos, const float *sin,
+SHARED void rope_write_head(const Spec *s, const Batch *b, int row, int h, float *qkv, const float *cos, const float *sin,
                             const float *q_norm, const float *k_norm) {
     float *x = qkv + (int64_t)h * s->dim;
     if (h < s->heads) { rope_head(x, s->dim, q_norm, q_norm != NULL, s->eps, cos, sin, x); return; }
@@ -274,7 +276,7 @@ typedef struct {
     size_t scratch_step, parts_step;
 } AttnSplit;
 
-static void split_plan(AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b) { /* sizes */
+SHARED void split_plan(AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b) { /* sizes */
     const int per = block_rows(s);
     cut->count = count_blocks(b, per);
     cut->most = 1;
@@ -297,7 +299,7 @@ INLINE size_t split_bytes(const AttnSplit *cut, const ThreadPool *pool, const Sp
     size_t all = UP((size_t)b->rows * s->heads * cut->most * part_floats(s) * 4);
     return UP(cut->count * sizeof(RowBlock)) + cut->scratch_step * pool->size + (cut->how == CUT_CHUNKS ? all : cut->parts_step * 4 * pool->size);
 }
-static void split_place(AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b, char *at) {
+SHARED void split_place(AttnSplit *cut, const ThreadPool *pool, const Spec *s, const Batch *b, char *at) {
     cut->blocks = (RowBlock *)at;
     cut_blocks(b, block_rows(s), cut->blocks);
     at += UP(cut->count * sizeof(RowBlock));
@@ -324,7 +326,7 @@ static void attend_queries(const Spec *s, const Batch *b, const AttnSplit *cut, 
 }
 
 /* One member's share of attention. No barrier at the end. */
-static void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b, const AttnSplit *cut, const float *q, int64_t ldq, float *out, int64_t ldo,
+SHARED void attend_phase(ThreadPool *pool, int me, const Spec *s, const Batch *b, const AttnSplit *cut, const float *q, int64_t ldq, float *out, int64_t ldo,
                          QActs *quantised) {
     const int per = s->heads / s->kv_heads, tasks = cut->count * s->kv_heads;
     const int64_t step = (int64_t)part_floats(s);

@@ -67,7 +67,7 @@ static void context_region(ThreadPool *pool, int me, void *job) {
             angles_row(run->batch.positions[r], s->inv_freq[k], s->rope_half[k], run->cos[k] + r * s->rope_half[k], run->sin[k] + r * s->rope_half[k]);
     }
     pool_barrier(pool);
-    Epilogue to_y = {TO_STORE, NULL, run->y, s->hidden};
+    Epilogue to_y = {.how = TO_STORE, .out = run->y, .ldo = s->hidden};
     product_phase(pool, me, &net->fc, &run->in_acts, rows, &to_y);
     pool_barrier(pool);
     for (int64_t r = lo; r < hi; r++) context_row(run, r);
@@ -77,7 +77,7 @@ static void context_region(ThreadPool *pool, int me, void *job) {
         const int n = l->kv.n, half = s->rope_half[l->rope];
         Spec a = l->attn;
         a.heads = 0;
-        Epilogue to = {TO_STORE, l->kv_bias, run->kv[i & 1], n};
+        Epilogue to = {.how = TO_STORE, .bias = l->kv_bias, .out = run->kv[i & 1], .ldo = n};
         product_phase(pool, me, &l->kv, &run->acts, rows, &to);
         pool_barrier(pool);
         pool_share(pool, me, rows * (n / a.dim), &lo, &hi);
@@ -115,7 +115,7 @@ static size_t context_layout(ContextRun *run, char *at) {
 
 /* Writes the K/V of `batch`'s rows. from [rows, streams]: the target's states of each; following [rows]. Returns 1 without scratch. */
 static int block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *from, const int64_t *following) {
-    ContextRun run = {net, *batch, from, following};
+    ContextRun run = {.net = net, .batch = *batch, .from = from, .following = following};
     pool_begin(pool);
     char *at = pool_scratch(pool, context_layout(&run, NULL));
     if (at) {

@@ -83,6 +83,8 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
     const int64_t newest = last_key(s, b, r.seq, r.row + r.count - 1);
     for (int c = from & -LANES; c <= to; c += LANES) {
         const char *ahead = NULL, *beside = NULL; /* what shall be fetched while this tile is scored: keys to come, and its values */
+        (void)ahead;
+        (void)beside;
         if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
             const int soon = c + AHEAD; /* its place in the next chunk, which mostly follows at once */
             const int64_t next = soon <= to ? at[soon / LANES] : soon >= CHUNK && base + soon <= newest ? kv_offset(s, b, r.seq, base + soon, head) : at[c / LANES];

@@ -101,7 +101,7 @@ static void best_region(ThreadPool *pool, int me, void *job) {
         mine[r].found = -INFINITY;
     }
     pool_barrier(pool);
-    Epilogue to = {TO_STORE, .cap = j->c->cap, .best = mine, .draw = j->draw};
+    Epilogue to = {.how = TO_STORE, .cap = j->c->cap, .best = mine, .draw = j->draw};
     product_phase(pool, me, w, &j->a, j->rows, &to);
     pool_barrier(pool);
     for (int r = lo; r < hi; r++) {

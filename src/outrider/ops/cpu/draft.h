@@ -133,7 +133,7 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
         if (!dense || !dense_head) for (int b = lo; b < hi; b++) acts_row(&d->g, b);
         pool_barrier(pool);
         if (r->clusters) {
-            Epilogue to = {TO_STORE, NULL, d->scores, r->clusters};
+            Epilogue to = {.how = TO_STORE, .out = d->scores, .ldo = r->clusters};
             product_phase(pool, me, &r->centroids, &d->g, B, &to);
             pool_barrier(pool);
             for (int b = lo; b < hi; b++) {
@@ -144,7 +144,7 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
             pool_barrier(pool);
             cluster_phase(pool, &clusters, &d->g, B, d->best, d->z);
         } else {
-            Epilogue to = {TO_STORE, NULL, d->z, r->head.n};
+            Epilogue to = {.how = TO_STORE, .out = d->z, .ldo = r->head.n};
             product_phase(pool, me, &r->head, &d->g, B, &to);
         }
         pool_barrier(pool);

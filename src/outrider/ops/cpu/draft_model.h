@@ -42,7 +42,7 @@ static void scoring_region(ThreadPool *pool, int me, void *job) {
     pool_share(pool, me, B, &lo, &hi);
     for (int b = lo; b < hi; b++) acts_row(&s->g, b);
     pool_barrier(pool);
-    Epilogue to = {TO_STORE, NULL, s->z, s->wide, .cap = c->cap};
+    Epilogue to = {.how = TO_STORE, .out = s->z, .ldo = s->wide, .cap = c->cap};
     product_phase(pool, me, &c->head, &s->g, B, &to);
     for (int b = 0; b < B; b++) { /* a tile for one of its rows: texts hold few tokens that are not listed */
         const int first = c->seen_start[b];

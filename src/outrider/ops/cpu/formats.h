@@ -179,7 +179,7 @@ INLINE void row_of_packed(int kind, const Weight *w, int64_t n, float *out) {
     case W_IQ4: DO(W_IQ4); break; case W_IQ4X: DO(W_IQ4X); break;
 
 /* Row n of a weight as floats. */
-static void weight_row(const Weight *w, int64_t n, float *out) {
+SHARED void weight_row(const Weight *w, int64_t n, float *out) {
     if (w->kind == W_PARTS) {
         const Weight *part = w->data;
         for (; n >= part->n; part++) n -= part->n;

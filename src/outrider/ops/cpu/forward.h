@@ -82,7 +82,7 @@ static void residual_phase(ThreadPool *pool, int me, const Run *run, View *v, co
 static const LowRankRows *shrink(ThreadPool *pool, int me, const Run *run, int which, const int32_t *of, const QActs *x, int rows,
                                  LowRankRows *out) {
     const Adapters *a = &run->call.adapters;
-    *out = (LowRankRows){pool, a->table, of, run->low, run->low_ld, run->call.stack->layers * LR_COUNT, 0, run->own};
+    *out = (LowRankRows){.pool = pool, .table = a->table, .of = of, .low = run->low, .ld = run->low_ld, .past = run->call.stack->layers * LR_COUNT, .private = run->own};
     for (int i = 0; i < a->count; i++)
         for (int at = 0; at < 2; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
     if (!a->count || !lowrank_select(out, which, rows)) return NULL;
@@ -134,7 +134,7 @@ static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, 
     const int L = s->layers * s->ple, n = layers * s->ple;
     Weight proj = s->ple_proj;
     proj.n = n;
-    Epilogue to = {TO_STORE, NULL, out, L};
+    Epilogue to = {.how = TO_STORE, .out = out, .ldo = L};
     LowRankRows low;
     int lo, hi;
     to.low = shrink(pool, me, run, s->layers * LR_COUNT, which ? run->few_of : run->call.adapters.of, a, rows, &low);
@@ -198,7 +198,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         if (s->pre.kind != W_DENSE)
             for (int r = mine_lo; r < mine_hi; r++) acts_row(&in, r);
         pool_barrier(pool);
-        Epilogue to = {TO_STORE, NULL, run->y, H};
+        Epilogue to = {.how = TO_STORE, .out = run->y, .ldo = H};
         product_phase(pool, me, &s->pre, &in, rows, &to);
         pool_barrier(pool);
         for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (int64_t)r * H, run->y + (int64_t)r * H, (size_t)H * 4);
@@ -239,12 +239,12 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         int lo, hi;
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
-        Epilogue to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n, .cut = wide % LANES ? 0 : wide};
+        Epilogue to_qkv = {.how = TO_STORE, .bias = l->qkv_bias, .out = run->qkv, .ldo = qkv_n, .cut = wide % LANES ? 0 : wide};
         to_qkv.low = shrink(pool, me, run, i * LR_COUNT + LR_QKV, of, &v.acts, rows, &low);
         product_phase(pool, me, &l->qkv, &v.acts, rows, &to_qkv);
         pool_barrier(pool);
         if (l->kv.kind != W_NONE) {
-            Epilogue to_kv = {TO_STORE, l->kv_bias, run->qkv + l->qkv.n, qkv_n};
+            Epilogue to_kv = {.how = TO_STORE, .bias = l->kv_bias, .out = run->qkv + l->qkv.n, .ldo = qkv_n};
             product_phase(pool, me, &l->kv, &v.acts, rows, &to_kv);
             pool_barrier(pool);
         }
@@ -268,7 +268,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
         attend_phase(pool, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
         pool_barrier(pool);
-        Epilogue to_y = {TO_STORE, l->out_bias, run->y, H};
+        Epilogue to_y = {.how = TO_STORE, .bias = l->out_bias, .out = run->y, .ldo = H};
         to_y.low = shrink(pool, me, run, i * LR_COUNT + LR_OUT, of, &mixed, rows, &low);
         product_phase(pool, me, &l->out, &mixed, rows, &to_y);
         pool_barrier(pool);
@@ -277,11 +277,11 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         QActs mlp = run->mlp_acts;
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
         const int dense = l->down.kind == W_DENSE;
-        Epilogue to_mlp = {TO_GATED, l->gate_up_bias, run->mlp, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
+        Epilogue to_mlp = {.how = TO_GATED, .bias = l->gate_up_bias, .out = run->mlp, .ldo = l->inter, .act = s->act, .quantised = dense ? NULL : &mlp};
         to_mlp.low = shrink(pool, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
         product_phase(pool, me, &l->gate_up, &v.acts, rows, &to_mlp);
         pool_barrier(pool);
-        Epilogue to_down = {TO_STORE, l->down_bias, run->y, H};
+        Epilogue to_down = {.how = TO_STORE, .bias = l->down_bias, .out = run->y, .ldo = H};
         to_down.low = shrink(pool, me, run, i * LR_COUNT + LR_DOWN, of, &mlp, rows, &low);
         product_phase(pool, me, &l->down, &mlp, rows, &to_down);
         pool_barrier(pool);
@@ -294,12 +294,12 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
             QActs side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             const int plain = l->ple_out.kind == W_DENSE;
-            Epilogue to_side = {TO_TIMES, NULL, run->mlp, s->ple, s->act, ple + (int64_t)i * s->ple, (int64_t)s->layers * s->ple,
-                          0.0f, plain ? NULL : &side};
+            Epilogue to_side = {.how = TO_TIMES, .out = run->mlp, .ldo = s->ple, .act = s->act, .side = ple + (int64_t)i * s->ple,
+                                .ldside = (int64_t)s->layers * s->ple, .quantised = plain ? NULL : &side};
             to_side.low = shrink(pool, me, run, i * LR_COUNT + LR_PLE_GATE, of, &v.acts, rows, &low);
             product_phase(pool, me, &l->ple_gate, &v.acts, rows, &to_side);
             pool_barrier(pool);
-            Epilogue to_out = {TO_STORE, NULL, run->y, H};
+            Epilogue to_out = {.how = TO_STORE, .out = run->y, .ldo = H};
             to_out.low = shrink(pool, me, run, i * LR_COUNT + LR_PLE_OUT, of, &side, rows, &low);
             product_phase(pool, me, &l->ple_out, &side, rows, &to_out);
             pool_barrier(pool);
@@ -314,7 +314,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
     copy_out(run, &v, me, run->call.hidden, v.h);
     if (s->post.kind != W_NONE) {
         v.acts.x = v.h;
-        Epilogue to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
+        Epilogue to = {.how = TO_STORE, .out = run->call.fed_back, .ldo = s->post.n};
         product_phase(pool, me, &s->post, &v.acts, rows, &to);
     }
 }

@@ -115,15 +115,15 @@ static int run_product(ThreadPool *pool, const Weight *w, const float *x, int ro
 }
 
 int or_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, const float *bias, float *out) {
-    Epilogue to = {TO_STORE, bias, out, w->n};
+    Epilogue to = {.how = TO_STORE, .bias = bias, .out = out, .ldo = w->n};
     return run_product(pool, w, x, rows, to);
 }
 int or_gated_linear(ThreadPool *pool, const Weight *w, const float *x, int rows, int act, float *out) {
-    Epilogue to = {TO_GATED, NULL, out, w->n / 2, act};
+    Epilogue to = {.how = TO_GATED, .out = out, .ldo = w->n / 2, .act = act};
     return run_product(pool, w, x, rows, to);
 }
 int or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float cap, float *out) {
-    Epilogue to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
+    Epilogue to = {.how = TO_STORE, .out = out, .ldo = w->n, .cap = cap};
     return run_product(pool, w, x, rows, to);
 }
 /* y [rows, 16·groups] += scale · B (A x), x [rows, k]: as a product of a pass adds it */
@@ -149,7 +149,7 @@ int or_lowrank(ThreadPool *pool, const LowRank *p, const float *x, int rows, int
     const size_t low = UP((size_t)rows * ld * sizeof(Low));
     pool_begin(pool);
     char *at = pool_scratch(pool, low + acts_bytes(rows, p->a.k));
-    LowRankJob job = {{pool, &p, NULL, (Low *)at, ld, 1}, {0}, rows, groups, y};
+    LowRankJob job = {.low = {.pool = pool, .table = &p, .low = (Low *)at, .ld = ld, .past = 1}, .rows = rows, .groups = groups, .y = y};
     if (at) {
         job.x = acts_at(at + low, rows, p->a.k, x, p->a.k);
         for (int r = 0; p->a.kind != W_DENSE && r < rows; r++) acts_row(&job.x, r);
@@ -342,7 +342,7 @@ void or_move_kv(const Spec *s, const Batch *b, const int64_t *seq, const int64_t
 
 /* ---- whole stacks ---- */
 int or_forward(ThreadPool *pool, const Call *call) {
-    Run run = {*call};
+    Run run = {.call = *call};
     pool_begin(pool);
     char *at = pool_scratch(pool, run_layout(&run, pool, NULL));
     if (at) {
@@ -354,7 +354,7 @@ int or_forward(ThreadPool *pool, const Call *call) {
 }
 
 int or_draft(ThreadPool *pool, const Draft *draft) {
-    DraftRun run = {*draft};
+    DraftRun run = {.draft = *draft};
     run.run.call = draft->call;
     pool_begin(pool);
     char *at = pool_scratch(pool, draft_layout(&run, pool, NULL));

@@ -71,7 +71,7 @@ static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act
     const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
     int lo, hi;
     pool_share(pool, me, r->rows, &lo, &hi);
-    Epilogue to_logits = {TO_STORE, NULL, r->logits, m->experts};
+    Epilogue to_logits = {.how = TO_STORE, .out = r->logits, .ldo = m->experts};
     product_phase(pool, me, &m->router, &r->router_acts, r->rows, &to_logits);
     pool_barrier(pool);
     for (int i = lo; i < hi; i++) route_row(r->logits + (int64_t)i * m->experts, m, r->chosen + (int64_t)i * top, r->weight + (int64_t)i * top);
@@ -95,10 +95,10 @@ static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act
         else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
     }
     pool_barrier(pool);
-    Epilogue to_mid = {TO_GATED, NULL, packed_mid ? NULL : r->mid, r->inter, act, NULL, 0, 0.0f, packed_mid ? &r->mid_acts : NULL};
+    Epilogue to_mid = {.how = TO_GATED, .out = packed_mid ? NULL : r->mid, .ldo = r->inter, .act = act, .quantised = packed_mid ? &r->mid_acts : NULL};
     experts_phase(pool, me, &m->gate_up, m->experts, &r->pair_acts, &to_mid, r->inter, r->first);
     pool_barrier(pool);
-    Epilogue to_y = {TO_STORE, NULL, r->y, H};
+    Epilogue to_y = {.how = TO_STORE, .out = r->y, .ldo = H};
     experts_phase(pool, me, &m->down, m->experts, &r->mid_acts, &to_y, H, r->first);
     pool_barrier(pool);
     pool_share(pool, me, r->rows, &lo, &hi);

@@ -82,10 +82,10 @@ INLINE void quantize_row(const float *x, int n, const QActs *acts, int64_t at) {
     for (int i = 0; i < n; i += 32) quantize_block(x + i, acts, at + i);
 }
 
-static void acts_row(const QActs *a, int64_t r) { /* quantise row r of x */
+SHARED void acts_row(const QActs *a, int64_t r) { /* quantise row r of x */
     quantize_row(a->x + r * a->ldx, a->k, a, r * a->k);
 }
-static void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) { /* what was quantised as row r becomes row t */
+SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) { /* what was quantised as row r becomes row t */
     const int64_t k = from->k;
     memcpy(to->q + t * k, from->q + r * k, (size_t)k);
     memcpy(to->blk + t * (k / 32), from->blk + r * (k / 32), (size_t)(k / 32) * sizeof(Blk));

@@ -35,7 +35,7 @@ static void norm_row(const float *x, int n, const float *w, float eps, float *ou
 }
 
 /* x = (x + post_norm(y))·scale; h = norm(x, next) where next is given. tmp: n floats. scale NULL: 1 */
-static void residual_row(float *x, const float *y, int n, const float *post, const float *scale, const float *next, float eps,
+SHARED void residual_row(float *x, const float *y, int n, const float *post, const float *scale, const float *next, float eps,
                          float *h, float *tmp) {
     if (post) { norm_row(y, n, post, eps, tmp); y = tmp; }
     for (int i = 0; i < n; i += LANES) {
@@ -59,7 +59,7 @@ static void rope_head(const float *x, int dim, const float *norm, int normed, fl
 }
 
 /* cos, sin of position · inv_freq, the product rounded to float32 as the models were trained */
-static void angles_row(int64_t position, const float *inv_freq, int half, float *cos_out, float *sin_out) {
+SHARED void angles_row(int64_t position, const float *inv_freq, int half, float *cos_out, float *sin_out) {
     const float p = (float)position;
     for (int i = 0; i < half; i++) {
         const float angle = p * inv_freq[i];
@@ -106,7 +106,7 @@ INLINE vf vf_noise_most(vi bits) {
 }
 
 /* The softmax of z at one column; 0 where z is no number. */
-static float softmax_at(const float *z, int n, int64_t at) {
+SHARED float softmax_at(const float *z, int n, int64_t at) {
     const int whole = n & ~15;
     vf best = vf_set(-INFINITY), total = vf_set(0.0f);
     for (int i = 0; i < whole; i += LANES) best = vf_max(vf_load(z + i), best);
@@ -126,7 +126,7 @@ static float softmax_at(const float *z, int n, int64_t at) {
 }
 
 /* z += noise. tokens: as below */
-static void noise_row(float *z, int n, int64_t seed, int64_t position, const int64_t *tokens) {
+SHARED void noise_row(float *z, int n, int64_t seed, int64_t position, const int64_t *tokens) {
     const uint32_t key = noise_key(seed, position);
     for (int i = 0; i < n; i += LANES) {
         float t[LANES];
@@ -138,7 +138,7 @@ static void noise_row(float *z, int n, int64_t seed, int64_t position, const int
 }
 
 /* First index of the largest z (+ noise where sampled). tokens: the ids of the columns, NULL for 0.. */
-static int64_t choose_row(const float *z, int n, int sampled, int64_t seed, int64_t position, const int64_t *tokens) {
+SHARED int64_t choose_row(const float *z, int n, int sampled, int64_t seed, int64_t position, const int64_t *tokens) {
     float top = -INFINITY;
     int64_t at = 0;
     vf best = vf_set(-INFINITY);
@@ -193,7 +193,7 @@ static void best_columns(const float *z, int n, int top, int64_t *best) {
 
 /* out [1 + 2·top]: the logarithm of the softmax of z at `token`, then those of the `top` best columns and their numbers. Sums of 1,024 are
  * added up in double precision: over a large vocabulary float32 alone would lose digits. */
-static void logprob_row(const float *z, int n, int64_t token, int top, float *out) {
+SHARED void logprob_row(const float *z, int n, int64_t token, int top, float *out) {
     enum { PIECE = 64 * LANES };
     int64_t best[top + 1];
     double sum = 0.0;

@@ -209,15 +209,15 @@ static void pool_start(ThreadPool *t) {
     }
 }
 
-static void pool_begin(ThreadPool *t) {
+SHARED void pool_begin(ThreadPool *t) {
     if (t->owner != os_process()) pool_start(t); /* forked: the old members did not come along */
     os_mutex_lock(&t->use);
 }
 
-static void pool_end(ThreadPool *t) { os_mutex_unlock(&t->use); }
+SHARED void pool_end(ThreadPool *t) { os_mutex_unlock(&t->use); }
 
 /* Between pool_begin and pool_end. */
-static void pool_run(ThreadPool *t, Region region, void *job) {
+SHARED void pool_run(ThreadPool *t, Region region, void *job) {
     atomic_store_explicit(&t->task, 0, memory_order_relaxed);
     if (t->size == 1) {
         region(t, 0, job);
@@ -238,7 +238,7 @@ static void pool_run(ThreadPool *t, Region region, void *job) {
 }
 
 /* At least `size` bytes, 64-byte aligned, contents lost; valid until the next call. */
-static void *pool_scratch(ThreadPool *t, size_t size) {
+SHARED void *pool_scratch(ThreadPool *t, size_t size) {
     if (size > t->scratch.size || !t->scratch.at) { /* nothing is a size as well: NULL means no memory */
         os_free(t->scratch.at);
         size = size ? size : 1;

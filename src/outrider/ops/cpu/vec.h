@@ -24,7 +24,8 @@
 #endif
 
 #define LANES 16
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE static inline __attribute__((always_inline, unused))
+#define SHARED static __attribute__((unused)) /* a header's function that some of the units do not call */
 #define UNROLL _Pragma("GCC unroll 16") /* before a loop of known, short length: sums in arrays then stay in registers */
 
 enum { DT_F32 = 0, DT_F16 = 1, DT_BF16 = 2, DT_I8 = 3 }; /* DT_I8: of keys and values only, whose factors lie apart */

@@ -1,0 +1,89 @@
+"""Compiles the kernels for another system: Zig's Clang (`pip install ziglang`) has the headers and libraries of all.
+
+No import of torch: setup.py and tools use it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .build import FLAGS, HERE, UNITS
+
+# No contraction: a sum must round the same in every tile it is part of. Assertions of undefined behaviour are off.
+ZIG_COMMON = "-std=c11 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -fno-sanitize=all -fno-strict-aliasing"
+ZIG_OPTIMISED = "-O3 -DNDEBUG"
+# ops/cpu/build.py's levels as Zig names them: a processor and its features, none of which the build machine adds
+ZIG_CPUS = {
+    "amx": "x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_int8",
+    "avx512bf16": "x86_64_v4+avx512vnni+avx512bf16",
+    "avx512": "x86_64_v4+avx512vnni",
+    "avxvnni": "x86_64_v3+avxvnni",
+    "avx2": "x86_64_v3",
+    "i8mm": "generic+v8_2a+dotprod+fullfp16+i8mm",
+    "dotprod": "generic+v8_2a+dotprod+fullfp16",
+    "generic": "baseline",
+}
+X86_LEVELS = ("avx512bf16", "avx512", "avxvnni", "avx2", "generic")
+ARM_LEVELS = ("i8mm", "dotprod", "generic")
+
+
+@dataclass(frozen=True)
+class Target:
+    system: str  # as sys.platform names it
+    machine: str  # as build.py names it
+    zig: str
+    levels: tuple[str, ...]
+    wheel_tag: str = ""  # empty: no wheel
+
+    @property
+    def suffix(self) -> str:
+        return ".dll" if self.system == "win32" else ".so"
+
+
+TARGETS = {
+    "linux-x86_64": Target("linux", "x86_64", "x86_64-linux-gnu.2.17", ("amx", *X86_LEVELS), "manylinux_2_17_x86_64"),
+    "linux-aarch64": Target("linux", "aarch64", "aarch64-linux-gnu.2.17", ARM_LEVELS, "manylinux_2_17_aarch64"),
+    "macos-arm64": Target("darwin", "aarch64", "aarch64-macos.13.0", ARM_LEVELS[:2], "macosx_13_0_arm64"),
+    "macos-x86_64": Target("darwin", "x86_64", "x86_64-macos.13.0", X86_LEVELS[1:], "macosx_13_0_x86_64"),
+    "windows-x86_64": Target("win32", "x86_64", "x86_64-windows-gnu", X86_LEVELS, "win_amd64"),
+    "musl-x86_64": Target("linux", "x86_64", "x86_64-linux-musl", ("avx2",)),
+}
+WARNINGS = "-Wall -Wextra -Wno-psabi"
+# Zig's own option for Windows, which Clang does not use when it only compiles
+QUIET_ZIG = "-Wno-unused-command-line-argument"
+
+
+def zig_command() -> list[str] | None:
+    """How Zig's C compiler is started, or None if the package `ziglang` is not installed."""
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    return [sys.executable, "-m", "ziglang", "cc"]
+
+
+def compile_command(target: Target, level: str, unit: str, output: str, *options: str) -> list[str]:
+    """The command that compiles one of `build.UNITS`; `options` replace the optimisation of a wheel."""
+    assert level in FLAGS and unit in UNITS
+    return [*_start(target, level), *(options or ZIG_OPTIMISED.split()), "-c", str(HERE / unit), "-o", output]
+
+
+def link_command(target: Target, level: str, objects: list[str], library: str) -> list[str]:
+    """The command that links a level's library."""
+    system_libraries = {"win32": ["-lsynchronization"], "darwin": [], "linux": ["-lm", "-lpthread"]}[target.system]
+    return [*_start(target, level), "-O3", "-s", "-shared", *objects, "-o", library, *system_libraries]
+
+
+def program_command(target: Target, level: str, source: Path, program: str) -> list[str]:
+    """The command that makes a program of one source file, for tests."""
+    system_libraries = {"win32": ["-lsynchronization"], "darwin": [], "linux": ["-lm", "-lpthread"]}[target.system]
+    return [*_start(target, level), *ZIG_OPTIMISED.split(), "-w", str(source), "-o", program, *system_libraries]
+
+
+def _start(target: Target, level: str) -> list[str]:
+    zig = zig_command()
+    assert zig is not None, "ziglang is not installed"
+    position_independent = [] if target.system == "win32" else ["-fPIC"]
+    cpu = f"-mcpu={ZIG_CPUS[level]}"
+    return [*zig, "-target", target.zig, cpu, *ZIG_COMMON.split(), *position_independent, QUIET_ZIG]
