@@ -166,7 +166,7 @@ def test_texts_do_not_wait_while_sound_is_decoded(served: Served, llm: LLM) -> N
     clip = base64.b64encode(tiny_audio.wav(tiny_audio.clip(0.7, 9))).decode()
     part = {"type": "input_audio", "input_audio": {"data": clip}}
     with ThreadPoolExecutor(3) as pool:
-        with llm.sound().decoder._lock:
+        with llm.sound().decoder._short._lock:
             waiting = [pool.submit(chat, served, [part]) for _ in range(3)]
             assert chat(served, "see").status_code == 200
             assert not any(task.done() for task in waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,13 +14,27 @@ import numpy as np
 from ..models import audio_processing
 from ..models.audio import AudioModel
 from ..models.audio_config import MAX_SECONDS, SAMPLE_RATE
-from ..models.audio_processing import HEAD, MAX_BYTES, REPLY, check_length, check_shape, mono_of, resampled
+from ..models.audio_processing import (
+    HEAD,
+    MAX_BYTES,
+    REFUSED,
+    REPLY,
+    TOO_LARGE,
+    TooLarge,
+    check_length,
+    check_shape,
+    mono_of,
+    resampled,
+)
 from ..types import OutriderError, SoftSpan, bad_input, require
 from .child_process import ChildLost, ChildProcess
 from .media import data_url, read_file
 from .soft_prompt import PlaceholderIds, SpanCache
 
 DECODE_SECONDS = 60.0  # of wall time for one file: on a busy machine a long decode gets little processor time
+# a clip of 30 s in stereo at 48 kHz, which takes a tenth of a second
+SHORT_SAMPLES = 30 * 48_000 * 2
+SHORT_SECONDS = 2.0
 CACHED_CLIPS = 64  # clips whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other features, other digests
 SPOILED = OutriderError("the sound took too much memory or time to decode, and was refused")
@@ -97,23 +112,45 @@ def as_waveform(item: object) -> tuple[np.ndarray, float]:
 
 
 # ---- untrusted files -------------------------------------------------------------------------------------------------
-class AudioDecoder(ChildProcess):
-    """Decodes files in a subprocess with limits on time and memory: a hostile file ends that process only, and is
-    refused."""
+class AudioDecoder:
+    """Decodes files in subprocesses with limits on time and memory: a hostile file ends its process only, and is
+    refused. Clips have a process of their own, so that they never wait for a long file."""
 
     def __init__(self, seconds: float = DECODE_SECONDS) -> None:
         """seconds: of wall time for one file."""
-        super().__init__(audio_processing.__file__, seconds=seconds)
+        self._short = DecodingProcess(SHORT_SAMPLES, min(seconds, SHORT_SECONDS))
+        self._long = DecodingProcess(sys.maxsize, seconds)
 
     def samples(self, data: bytes, max_seconds: float) -> np.ndarray:
         """float32 [n] at 16 kHz. Thread-safe; blocks until done."""
         require(len(data) > 0, "the sound file is empty")
         require(len(data) <= MAX_BYTES, f"the sound file has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
         try:
-            reply = self.call(HEAD.pack(max_seconds) + data)
+            return self._short.samples(data, max_seconds)
+        except (ChildLost, TooLarge):
+            pass
+        try:
+            return self._long.samples(data, max_seconds)
         except ChildLost:
             raise SPOILED from None
-        (good,) = REPLY.unpack_from(reply)
-        if not good:
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+
+class DecodingProcess(ChildProcess):
+    def __init__(self, max_samples: int, seconds: float) -> None:
+        """max_samples: of a file, in all of its channels. seconds: of wall time for one file."""
+        super().__init__(audio_processing.__file__, seconds=seconds)
+        self._max_samples = max_samples
+
+    def samples(self, data: bytes, max_seconds: float) -> np.ndarray:
+        """Raises `TooLarge` or `ChildLost` if this process cannot decode the file."""
+        reply = self.call(HEAD.pack(max_seconds, self._max_samples) + data)
+        (outcome,) = REPLY.unpack_from(reply)
+        if outcome == TOO_LARGE:
+            raise TooLarge
+        if outcome == REFUSED:
             raise OutriderError(reply[REPLY.size :].decode("utf-8", "replace"))
         return np.frombuffer(reply, "<f4", offset=REPLY.size)

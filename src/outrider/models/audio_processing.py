@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import struct
+import sys
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,16 @@ RATE = 16_000  # Hz, of the samples that encoders read
 BLOCK = 1 << 16  # frames that are decoded at once: memory does not depend on what a header says
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 READABLE = "WAV, FLAC, Ogg or MP3"
-HEAD = struct.Struct("<d")  # maximum seconds; then the file
-REPLY = struct.Struct("<?")  # is it a clip? then float32 samples, or an error
+HEAD = struct.Struct("<dq")  # maximum seconds, maximum samples to decode; then the file
+REPLY = struct.Struct("<B")  # one of the outcomes; then float32 samples, or an error
+DECODED = 0
+REFUSED = 1
+TOO_LARGE = 2  # more samples than HEAD allows
 MISSING = "reading sound files needs the packages soundfile and soxr: pip install 'outrider[audio]'"
+
+
+class TooLarge(Exception):
+    """A file has more samples, of all channels, than are decoded here."""
 
 
 def check_magic(data: bytes) -> None:
@@ -57,7 +65,12 @@ def check_length(frames: int, rate: float, max_seconds: float) -> None:
         raise ValueError(f"the sound is longer than {max_seconds:g} s: cut it into shorter clips")
 
 
-def decode(data: bytes, max_seconds: float) -> np.ndarray:
+def check_size(frames: int, channels: int, max_samples: int) -> None:
+    if frames * channels > max_samples:
+        raise TooLarge
+
+
+def decode(data: bytes, max_seconds: float, max_samples: int = sys.maxsize) -> np.ndarray:
     """A file's samples: float32 [n] at 16 kHz. What a header says is checked before anything is decoded, and again
     while it is."""
     check_magic(data)
@@ -71,9 +84,10 @@ def decode(data: bytes, max_seconds: float) -> np.ndarray:
                 raise ValueError(f"{file.format[:20]} files cannot be read here: convert the sound to {READABLE}")
             check_shape(file.channels, file.samplerate)
             check_length(file.frames, file.samplerate, max_seconds)
+            check_size(file.frames, file.channels, max_samples)
             rate = int(file.samplerate)
-            mono = read_mono(file, max_seconds)
-    except ValueError:
+            mono = read_mono(file, max_seconds, max_samples)
+    except (ValueError, TooLarge):
         raise
     except MemoryError:
         raise ValueError("the sound takes too much memory to decode") from None
@@ -83,7 +97,7 @@ def decode(data: bytes, max_seconds: float) -> np.ndarray:
     return resampled(mono, rate)
 
 
-def read_mono(file: Any, max_seconds: float) -> np.ndarray:
+def read_mono(file: Any, max_seconds: float, max_samples: int) -> np.ndarray:
     """The mean of the channels, block by block; a file may have more frames than its header says, or fewer."""
     blocks: list[np.ndarray] = []
     num_frames = 0
@@ -93,6 +107,7 @@ def read_mono(file: Any, max_seconds: float) -> np.ndarray:
             break
         num_frames += len(block)
         check_length(num_frames, file.samplerate, max_seconds)
+        check_size(num_frames, file.channels, max_samples)
         blocks.append(mono_of(block))
     if num_frames == 0:
         raise ValueError("the sound has no samples")
@@ -124,9 +139,11 @@ def resampled(samples: np.ndarray, rate: float) -> np.ndarray:
 # ---- the decoding process -------------------------------------------------------------------------------------------
 def answer(frame: bytes) -> bytes:
     """The reply to one frame: samples, or a one-line error."""
-    (max_seconds,) = HEAD.unpack_from(frame)
+    max_seconds, max_samples = HEAD.unpack_from(frame)
     try:
-        samples = decode(frame[HEAD.size :], max_seconds)
-        return REPLY.pack(True) + samples.astype("<f4", copy=False).tobytes()
+        samples = decode(frame[HEAD.size :], max_seconds, max_samples)
+        return REPLY.pack(DECODED) + samples.astype("<f4", copy=False).tobytes()
+    except TooLarge:
+        return REPLY.pack(TOO_LARGE)
     except Exception as error:
-        return REPLY.pack(False) + (" ".join(str(error).split())[:200] or type(error).__name__).encode()
+        return REPLY.pack(REFUSED) + (" ".join(str(error).split())[:200] or type(error).__name__).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -71,14 +72,14 @@ def in_one_line(error: pytest.ExceptionInfo[OutriderError]) -> bool:
 def test_hostile_files_are_refused_in_one_line(decoder: AudioDecoder) -> None:
     """Nothing that they do ends the process: the same one answers all of them."""
     decoder.samples(encoded(tiny_audio.samples(400)), SECONDS)
-    process = decoder._process
+    process = decoder._short._process
     count = 0
     for name, data in hostile_audio.refused():
         with pytest.raises(OutriderError) as error:
             decoder.samples(data, SECONDS)
             pytest.fail(f"{name}: was read")
         assert in_one_line(error), (name, error.value)
-        assert decoder._process is process, f"{name}: the process has died"
+        assert decoder._short._process is process, f"{name}: the process has died"
         count += 1
     assert count >= 60
 
@@ -125,7 +126,7 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     slow.close()
     decoder = AudioDecoder(seconds=PATIENCE)
     decoder.samples(clip, SECONDS)
-    process = decoder._process
+    process = decoder._short._process
     assert process is not None
     process.kill()
     process.wait()
@@ -133,11 +134,27 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     decoder.close()
 
 
+def test_clips_do_not_wait_for_long_files(decoder: AudioDecoder) -> None:
+    """Ten minutes, and thirty seconds of eight channels, are decoded in a process of their own."""
+    clip = encoded(tiny_audio.samples(400))
+    long = encoded(np.zeros(600 * 16_000, np.int16), kind="FLAC")
+    wide = encoded(np.zeros((30 * 48_000, 3), np.int16), 48_000, "FLAC")
+    with decoder._long._lock, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(decoder.samples, file, 600.0) for file in (long, wide)]
+        assert len(decoder.samples(clip, SECONDS)) == 400
+        assert not any(task.done() for task in waiting)
+        decoder._long._lock.release()
+        try:
+            assert [len(task.result()) for task in waiting] == [600 * 16_000, 30 * 16_000]
+        finally:
+            decoder._long._lock.acquire()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_is_limited() -> None:
     decoder = AudioDecoder(seconds=PATIENCE)
     decoder.samples(encoded(tiny_audio.samples(400)), SECONDS)
-    process = decoder._process
+    process = decoder._short._process
     assert process is not None
     limits = Path(f"/proc/{process.pid}/limits").read_text()
     address_space = next(line for line in limits.splitlines() if line.startswith("Max address space"))
