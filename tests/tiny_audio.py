@@ -49,7 +49,8 @@ def target(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     return model
 
 
-def write(kind: str, folder: Path, seed: int = 0) -> Path:
+def write(kind: str, folder: Path, seed: int = 0, max_context: int | None = None) -> Path:
+    """max_context: of the text model, which knows 512 positions otherwise."""
     tiny.write(target(kind, seed), folder)
     from tokenizers import AddedToken, Tokenizer
 
@@ -59,6 +60,10 @@ def write(kind: str, folder: Path, seed: int = 0) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    if max_context is not None:
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = max_context
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -28,11 +28,7 @@ SHORT = {"max_completion_tokens": "8"}
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """A tiny model with room for the instruction, byte by byte, and a clip of 30 s."""
     where = tmp_path_factory.mktemp("audio")
-    tiny_audio.write("gemma4_e2b", where / "target", seed=4)
-    file = where / "target" / "config.json"
-    config = json.loads(file.read_text())
-    config["text_config"]["max_position_embeddings"] = 2_048
-    file.write_text(json.dumps(config))
+    tiny_audio.write("gemma4_e2b", where / "target", seed=4, max_context=2_048)
     tiny.write_assistant("gemma4_e2b", where / "drafter")
     drafter = str(where / "drafter")
     llm = LLM.load(str(where / "target"), drafter=drafter, draft_tokens=3, threads=1, max_context=1_536, max_batch=4)

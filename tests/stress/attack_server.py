@@ -7,6 +7,7 @@ Starts `outrider serve` as a process of its own, measures a well-behaved client 
 texts of 4 MB, streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies of up to 4 MB,
 grammars that cost while decoding, bodies of two lengths, half-closed connections, invented addresses. With a model
 that sees (`random-vision --only images`): hostile image files and requests, next to a client that sends images too.
+With one that hears (`random-audio --only sound`): hostile sound files, requests and transcriptions, likewise.
 Loopback addresses only; every attacker has its own (127.0.0.2 and up), so that the server can tell them apart.
 Fails (exit code 1) when the client's p99 is more than three times its value alone, an answer differs, /health takes 100
 ms, or the resident size is not back within 10 % of its start half a minute after prefixes that nobody uses are dropped
@@ -43,6 +44,7 @@ class Good:
 
     def __init__(self, port: int, tokens: int) -> None:
         self.image: str | None = None  # of some questions, as a data URL
+        self.clip: str | None = None  # of some questions, in base64
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300)
         self.tokens = tokens
         self.known: dict[int, object] = {}
@@ -60,6 +62,9 @@ class Good:
         content: object = question
         if self.image is not None and seed in (1, 4):
             content = [{"type": "image_url", "image_url": {"url": self.image}}, {"type": "text", "text": question}]
+        if self.clip is not None and seed in (2, 5):
+            part = {"type": "input_audio", "input_audio": {"data": self.clip, "format": "wav"}}
+            content = [part, {"type": "text", "text": question}]
         body: Json = {"messages": [{"role": "user", "content": content}], "seed": seed, "temperature": seed % 3 / 2}
         body |= {"max_tokens": self.tokens, "logprobs": seed % 2 == 0, "stop": ["\n\n"]}
         schema = {
@@ -79,6 +84,14 @@ class Good:
 
         self.image = fine()
         await self.client.post("/v1/chat/completions", json=asked({"url": url(LARGE["one bit"]())}))
+
+    async def hear(self) -> None:
+        """Have clips in some questions from now on; a long file first, so that the decoding process is there."""
+        from hostile_sound import LARGE, fine, transcription
+
+        self.clip = fine()
+        request = transcription("", LARGE["an hour"]())
+        await self.client.post(request.path, **request.options)
 
     async def ask(self, i: int) -> float:
         began = time.monotonic()
@@ -149,6 +162,8 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     say(f"serving on port {target.port}; warming up")
     if "images" in kinds.split(","):
         await good.see()
+    if "sound" in kinds.split(","):
+        await good.hear()
     await good.run(0)
     say("alone")
     busy = Busy(target)
@@ -253,7 +268,10 @@ async def attack(port: int, minutes: float, many: int, kinds: list[str]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "model", nargs="?", default="smollm2", help="as for `outrider serve`, random-135m or random-vision"
+        "model",
+        nargs="?",
+        default="smollm2",
+        help="as for `outrider serve`, random-135m, random-vision or random-audio",
     )
     parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=10.0)

@@ -11,16 +11,20 @@ import json
 import random
 import socket
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import httpx
 from server_process import Json
+
+if TYPE_CHECKING:
+    from hostile_sound import Sounds
 
 
 class Attack:
     """Runs until told to stop; what the server answered is counted."""
 
     KINDS = ("bombs", "ambiguous", "long_texts", "unread", "silent", "malformed", "wrong_lists", "odd_heads", "leavers")
-    CLIENTS = {"bombs": 2, "images": 3}  # noqa: RUF012  # one of each other kind
+    CLIENTS = {"bombs": 2, "images": 3, "sound": 3}  # noqa: RUF012  # one of each other kind
 
     def __init__(self, port: int, stop: asyncio.Event, many: int, kinds: list[str]) -> None:
         self.port = port
@@ -30,6 +34,7 @@ class Attack:
         self.counts: Counter[str] = Counter()
         self._address = 1
         self._images: tuple[list[str], ...] = ()
+        self._sounds: Sounds | None = None
 
     def address(self) -> str:
         self._address += 1
@@ -221,6 +226,17 @@ class Attack:
             while not self.stop.is_set():
                 name, body = next(requests)
                 await self.post(client, name, "/v1/chat/completions", json=body)
+
+    async def sound(self) -> None:
+        from hostile_sound import all_sounds, requests
+
+        if self._sounds is None:
+            self._sounds = all_sounds()
+        async with self.client() as client:
+            stream = requests(random.Random(self._address), self._sounds)
+            while not self.stop.is_set():
+                request = next(stream)
+                await self.post(client, request.name, request.path, **request.options)
 
     async def leavers(self) -> None:
         """Ask for something and go."""

@@ -1,8 +1,9 @@
 """Models with random weights for the stress tests, so that they need nothing outside of this repository.
 
 `MODEL` of a script may be `random` (a few layers: thousands of requests per minute), `random-135m` (the shape of
-SmolLM2-135M), `random-wide` (a few layers, Qwen2.5's vocabulary and context), `random-1.5b` (Qwen2.5-1.5B-Instruct, Q4_K_M) or `random-vision` (a tiny Gemma 4 that sees): written into
-the script's folder at its start.
+SmolLM2-135M), `random-wide` (a few layers, Qwen2.5's vocabulary and context), `random-1.5b` (Qwen2.5-1.5B-Instruct,
+Q4_K_M), `random-vision` (a tiny Gemma 4 that sees) or `random-audio` (one that hears): written into the script's folder
+at its start.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def model_file(name: str, folder: Path, tokenizer: Path | None = None) -> str:
         from tests import tiny_vision
 
         return str(tiny_vision.write("gemma4_31b", folder / name))
+    if name == "random-audio":
+        from tests import tiny_audio
+
+        return str(tiny_audio.write("gemma4_e2b", folder / name, max_context=1_536))
     if name not in RANDOM:
         return name
     raw, fmt = RANDOM[name]
