@@ -191,7 +191,7 @@ class FakeEngine:
     def tidy(self, unused_s: float) -> int:
         return 0
 
-    def serve(self) -> None:
+    def serve(self, say: Any = None) -> None:
         pass
 
     def _advance(self, run: _Running) -> Event:

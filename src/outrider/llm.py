@@ -94,7 +94,7 @@ class LLM:
         require(isinstance(settings, LoadSettings), f"LLM.load takes {settings!r} {named}")
         settings = settings.changed(changes)
         if settings.tensor_parallel == 1:
-            return cls(assemble(model, settings, say), model)
+            return cls(assemble(model, settings, say), model)._warmed_up(say)
         if is_worker():
             worker(settings.device)
         if "RANK" not in os.environ:  # ranks that already run get the error while they load
@@ -102,10 +102,14 @@ class LLM:
         group = join(settings.tensor_parallel, settings.device)
         try:
             group.send((model, settings))
-            return cls(assemble(model, settings, say, group), model, group)
+            return cls(assemble(model, settings, say, group), model, group)._warmed_up(say)
         except KeyboardInterrupt:
             group.abandon()
             raise
+
+    def _warmed_up(self, say: Say) -> LLM:
+        self.engine.warm_up(say)
+        return self
 
     @property
     def nbytes(self) -> int:

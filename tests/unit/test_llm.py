@@ -49,6 +49,16 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
     assert len(done[0].token_ids) == 4
 
 
+def test_a_loaded_model_has_captured_what_its_first_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests of a program waited for captures: only a server made them ahead."""
+    asked: list[Any] = []
+    monkeypatch.setattr(llm_module, "assemble", lambda *args: "assembled")
+    monkeypatch.setattr(
+        LLM, "__init__", lambda self, *args: vars(self).update(engine=SimpleNamespace(warm_up=asked.append))
+    )
+    assert isinstance(LLM.load("m", say=print), LLM) and asked == [print]
+
+
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses to make "cuda" the current device: it must be told which one."""
     asked: list[Any] = []

@@ -74,10 +74,12 @@ class GraphCache(Generic[KeyT, GraphT]):
         self.device = device
         self.pool = pool
         self.graphs: dict[KeyT, GraphT] = {}
+        self.num_captures = 0
         self.refused: set[KeyT] = set()
 
     def capture(self, key: KeyT, fn: Callable[[], Tensor | None], strict: bool) -> Graph | str:
         """The function as a graph, or why it cannot be captured (raised if strict, or on a device without graphs)."""
+        self.num_captures += 1
         try:
             with torch.inference_mode():
                 return Graph(fn, self.device, self.pool)

@@ -41,6 +41,7 @@ from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
 SERVED_K = 4  # the K that a server captures if the controller chooses
+REPORT_S = 2.0  # between two lines about the progress of a preparation
 
 
 @dataclass(slots=True)
@@ -62,6 +63,20 @@ class Event:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+
+class Reporter:
+    """Tells the progress of a preparation in a line every few seconds."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self.say = say
+        self.clock = clock
+        self.last_line_at = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        if done < total and self.clock() - self.last_line_at >= REPORT_S:
+            self.last_line_at = self.clock()
+            self.say(f"capturing steps and passes: {done} of {total}")
 
 
 class Engine:
@@ -184,11 +199,16 @@ class Engine:
             log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
         return [*made, EagerExecutor(runner)]
 
-    def serve(self) -> str:
+    def warm_up(self, say: Callable[[str], None]) -> None:
+        """On a GPU: capture what the first requests of a program would wait for, and tell how far that is."""
+        if self.device.type == "cuda":
+            say(self.executors[0].prepare(served=False, progress=Reporter(say, self.clock)))
+
+    def serve(self, say: Callable[[str], None] = lambda line: None) -> str:
         """Prepare for requests at any moment: allocate memory, shorten prompt chunks, on a GPU capture the likely
-        steps and passes. Returns a line about what was prepared."""
+        steps and passes. Returns a line about what was prepared. say: is told how far that is, if it takes long."""
         self.store.take_ahead()
-        made = self.executors[0].prepare() if self.device.type == "cuda" else ""
+        made = self.executors[0].prepare(progress=Reporter(say, self.clock)) if self.device.type == "cuda" else ""
         if self.can.prefill_idle and self.can.prompts_independent:
             self.prefill.chunk = min(self.prefill.chunk, self.can.prefill_idle)
         return made

@@ -1,7 +1,7 @@
-"""Which decode steps a server captures before its first request (`warmup_keys`), and which graph serves a step without
-a graph of its own: the cheapest that covers it, with idle sequences, masked drafts, a longer context or more sampling
-features and the same bits (`cheapest_covering`); else a capture with padding (`padded`), as all requests wait for a
-capture. A step that has run `OFTEN` times in an `oversized` graph gets its own.
+"""Which decode steps are captured before the first request, in a server (`warmup_keys`) and elsewhere (`first_keys`),
+and which graph serves a step without a graph of its own: the cheapest that covers it, with idle sequences, masked
+drafts, a longer context or more sampling features and the same bits (`cheapest_covering`); else a capture with padding
+(`padded`), as all requests wait for a capture. A step that has run `OFTEN` times in an `oversized` graph gets its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ FAR_BATCH = 16  # sequences for which a server captures the second context at st
 # steps; sequences that cost about as much as one
 OFTEN = 64
 FEW_SEQS = 8
+# the K of graphs with padding: the last tokens of an answer are drafted with ever smaller ones
+PADDED_K = (4, 8, 16)
+TREE_POSITIONS = 1 << 18  # of all sequences of a step with trees: attention keeps sums of every row for every split
 WAYS: tuple[Choosing, ...] = get_args(Choosing)  # each includes the features of the earlier ones
 
 
@@ -36,20 +39,30 @@ def cheapest_covering(there: Iterable[Key], wanted: Key) -> Key | None:
 
 
 def oversized(found: Key, wanted: Key) -> bool:
-    return found.k > wanted.k or found.batch > max(wanted.batch, FEW_SEQS)
+    return found.k > wanted.k or found.nodes != wanted.nodes or found.batch > max(wanted.batch, FEW_SEQS)
 
 
-def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
-    """The key to capture for a step that no graph covers. Trees are not padded: attention keeps partial sums of each
-    of their rows. most, furthest, rows: the maximum of sequences, positions and rows."""
-    if key.nodes:
-        return key
-    batch = next((size for size in BATCHES if size >= key.batch), key.batch)
-    batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
+def padded(key: Key, most: int, furthest: int, rows: int, max_k: int = 0) -> Key:
+    """The key to capture for a step that no graph covers. most, furthest, rows: the maximum of sequences, positions and
+    rows. max_k: the maximum K of a chain; 0: K stays. Trees get a longer context only, as far as attention's partial
+    sums of their rows allow."""
     context = NEAR_CONTEXT
     while context < key.context:
         context *= FURTHER
-    return replace(key, batch=batch, context=max(key.context, min(context, furthest)))
+    context = max(key.context, min(context, furthest))
+    if key.nodes:
+        return replace(key, context=context) if key.batch * context <= TREE_POSITIONS else key
+    batch = next((size for size in BATCHES if size >= key.batch), key.batch)
+    batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
+    k = next((k for k in PADDED_K if k >= key.k), key.k) if key.k else 0
+    k = k if k <= max_k and batch * (k + 1) <= rows else key.k
+    return replace(key, batch=batch, k=k, context=context)
+
+
+def stand_in(there: Iterable[Key], wanted: Key) -> Key | None:
+    """The graph that a step runs in, of those there are; chains stand in for a tree."""
+    keys = list(there)
+    return cheapest_covering(keys, wanted) or cheapest_covering(keys, replace(wanted, nodes=0))
 
 
 def warmup_keys(
@@ -65,3 +78,12 @@ def warmup_keys(
     keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]
     keys = [replace(key, drafter=name) for key in keys for name in (drafters if key.k else (None,))]
     return sorted(keys, key=lambda key: -key.batch * (key.k + 1))
+
+
+def first_keys(
+    most: int, furthest: int, rows: int, widths: Sequence[int], drafters: Sequence[str | None] = (None,)
+) -> list[Key]:
+    """Those of `warmup_keys` that the first requests of a program need: one and few sequences, the nearest context."""
+    near = min(NEAR_CONTEXT, furthest)
+    keys = warmup_keys(most, furthest, rows, widths, drafters)
+    return [key for key in keys if key.batch in (1, min(FEW_SEQS, most)) and key.context == near]

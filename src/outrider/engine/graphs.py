@@ -32,15 +32,12 @@ from .capture import Graph, GraphCache, GraphPool
 from .decode import Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs
-from .step import DecodeRows, Executor, PendingStep, Plan, Sequence, StepBatch
+from .step import DecodeRows, Executor, PendingStep, Plan, Progressed, Sequence, StepBatch
 
 log = logging.getLogger("outrider")
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
 NODES = 7, TIMED
-# Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split
-# of the keys.
-TOGETHER = 8
-APART = 1 << 18
+TOGETHER = 8  # maximum sequences of a step with trees
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -127,6 +124,7 @@ class GraphExecutor(Executor):
         members = drafter.members if drafter is not None else ()
         longest = [member.max_tokens for member in members] or [0]  # a block of 8 drafts 7
         self.widths = tuple(sorted({*capabilities.graph_widths, *longest}))  # K of the graphs
+        self._max_k = max(longest)  # of a drafter's chains
         self.names = tuple(member.name for member in members) if len(members) > 1 else (None,)  # as in `Key.drafter`
         drafted = (next(w for w in self.widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
@@ -170,9 +168,10 @@ class GraphExecutor(Executor):
     def _stand_in(self, wanted: Key) -> Key:
         found, count = self._instead.get(wanted, (None, 0))
         if found is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(found, wanted)):
-            padded = graph_dispatch.padded(wanted, *self._bounds)
+            max_k = MAX_DRAFT if wanted.source == "host" else self._max_k
+            padded = graph_dispatch.padded(wanted, *self._bounds, max_k)
             if found is None:
-                found = graph_dispatch.cheapest_covering(self.cache.graphs, wanted) or self._spare(padded) or wanted
+                found = graph_dispatch.stand_in(self.cache.graphs, wanted) or self._spare(padded) or wanted
             else:
                 found = self._spare(replace(wanted, context=padded.context)) or found
         self._instead[wanted] = (found, count + 1)
@@ -216,7 +215,7 @@ class GraphExecutor(Executor):
         too wide, or the step has penalties, masks, logprobs or drafts from the host."""
         # pages are reserved for this many rows of each; a sequence without a draft keeps its root
         asked = min(item.plan.nodes for item in scheduled if item.plan.k)
-        narrow = depth < asked and depth <= DEEPEST and len(scheduled) * furthest <= APART
+        narrow = depth < asked and depth <= DEEPEST and len(scheduled) * furthest <= graph_dispatch.TREE_POSITIONS
         if self.drafter is None or not self.trees or not narrow:
             return 0
         drafter = self.drafter.member(self._named(scheduled))
@@ -297,6 +296,7 @@ class GraphExecutor(Executor):
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
         pending = PendingStep(self, batch, self.runner.clock(), self.prefill_graphs.ran - before)
+        pending.num_captures = self.num_captures
         if plan.graph is None:
             return pending
         key = plan.graph.key
@@ -408,20 +408,36 @@ class GraphExecutor(Executor):
     def can_probe(self, part: CostPart) -> bool:
         return self.broken is None
 
-    def prepare(self) -> str:
+    @property
+    def num_captures(self) -> int:
+        """Captures so far, failed ones too: each delays what is under way."""
+        return self.cache.num_captures + self.prefill_graphs.cache.num_captures
+
+    def prepare(self, served: bool = True, progress: Progressed = lambda done, total: None) -> str:
         began = self.runner.clock()
+        chosen = graph_dispatch.warmup_keys if served else graph_dispatch.first_keys
+        keys = chosen(*self._bounds, self._widths, self.names)
+        slots = self.runner.adapters.slots if self.runner.adapters is not None else None
+        if slots is not None and slots.weights:
+            keys = [replace(key, adapted=adapted) for key in keys for adapted in (False, True)]
+        passes = self.prefill_graphs.likely(served)
+        total = len(keys) + len(passes)
         self._preparing = True
-        for key in graph_dispatch.warmup_keys(*self._bounds, self._widths, self.names):
+        for i, key in enumerate(keys):
+            progress(i, total)
             self.capture(key)
-            if self.runner.adapters is not None and self.runner.adapters.slots and self.runner.adapters.slots.weights:
-                self.capture(replace(key, adapted=True))
         self._preparing = False
         self.fixed = True
         if not self.cache.graphs:
             self.broken = "no step can be captured"
-        passes = self.prefill_graphs.prepare()
+        for i, prefill_key in enumerate(passes, len(keys)):
+            progress(i, total)
+            self.prefill_graphs.capture(prefill_key)
+        self.prefill_graphs.fixed = True
+        progress(total, total)
         seconds = self.runner.clock() - began
-        return f"{len(self.cache.graphs)} steps and {passes} passes over prompts captured in {seconds:.1f} s"
+        num_passes = len(self.prefill_graphs.cache.graphs)
+        return f"{len(self.cache.graphs)} steps and {num_passes} passes over prompts captured in {seconds:.1f} s"
 
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:

@@ -110,13 +110,20 @@ class PrefillGraphs:
             )
         return None
 
-    def prepare(self) -> int:
-        """Capture what a server will need, the largest first, and nothing after that. Returns the number of graphs."""
+    def likely(self, served: bool = True) -> list[PrefillKey]:
+        """The passes to capture before the first request, the largest first; `served` is False: those of few prompts,
+        which end where a drafter starts."""
         ends = (False, True) if self.runner.drafter is not None else (False,)
-        for key in warmup_keys(self.most, self.furthest, ends):
+        keys = warmup_keys(self.most, self.furthest, ends)
+        if served:
+            return keys
+        return [key for key in keys if key.sequences == SEQUENCES[0] and key.wanted == ends[-1]]
+
+    def prepare(self) -> None:
+        """Capture what a server will need, and nothing after that."""
+        for key in self.likely():
             self.capture(key)
         self.fixed = True
-        return len(self.cache.graphs)
 
     def _say(self, chunks: PromptChunks, key: PrefillKey) -> None:
         """The graph's inputs: ids, positions, sequence and next token of each row; then for each sequence, the idle one

@@ -7,7 +7,7 @@ cycle in one call of a C library, `graphs` replays a CUDA graph; `pick` chooses 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..ops.lowrank import Adapter
     from ..spec.ngram import NgramIndex
     from .output_processor import OutputProcessor
+
+Progressed = Callable[[int, int], None]  # told (done, total) of a long preparation
 
 
 @dataclass
@@ -226,12 +228,18 @@ class PendingStep:
     holders: abc.Sequence[SeqCache] = ()  # and who held each slot, which may be reused before
     outputs: DecodeOutputs | None = None  # of its decode rows; None: it has none
     arrival: torch.cuda.Event | None = None  # signals that the outputs are on the host; None: they are
+    num_captures: int = 0  # the executor's, when it was launched
 
 
 class Executor(Protocol):
     name: str
     async_results: bool = False  # its steps are read after the next one was launched; otherwise at once
     trees: bool = False  # trees cost no more here than their rows, so the controller may choose them
+
+    @property
+    def num_captures(self) -> int:
+        """So far. A step during which it captured did not take its usual time."""
+        return 0
 
     def plan(self, batch: StepBatch) -> Plan | None:
         """How this step would run here, with everything prepared for it; None: it cannot."""
@@ -246,8 +254,9 @@ class Executor(Protocol):
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """Run one part of a step on scratch sequences to completion, for timing."""
 
-    def prepare(self) -> str:
-        """For servers: create now (captured graphs) what the first requests would wait for. Returns a line about it."""
+    def prepare(self, served: bool = True, progress: Progressed = lambda done, total: None) -> str:
+        """Create now (captured graphs) what the first requests would wait for: of a server, or of a program, which has
+        fewer at once. Returns a line about it."""
         return ""
 
     def can_probe(self, part: CostPart) -> bool:

@@ -40,6 +40,8 @@ class StepTimer:
             seconds = now - max(pending.began, self._last_read_at)
             known = not prompts
             self._last_read_at = now
+            if pending.executor.num_captures != pending.num_captures:
+                return  # the host captured a graph before it read this step
             if pending.rows <= ROWS[-1]:
                 self.prefill.observe(pending.rows, seconds)
         else:

@@ -23,7 +23,7 @@ from ..cache.store import SeqCache
 from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Executor, PendingStep, Plan, Request, Sequence, StepBatch
+from ..engine.step import Executor, PendingStep, Plan, Progressed, Request, Sequence, StepBatch
 from ..ops.decode_io import DecodeOutputs
 from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError
@@ -163,6 +163,10 @@ class BroadcastExecutor:
         self.async_results = inner.async_results
         self.trees = inner.trees
 
+    @property
+    def num_captures(self) -> int:
+        return self.inner.num_captures
+
     def plan(self, batch: StepBatch) -> Plan | None:
         if not self.async_results or not batch.decode:
             return self.inner.plan(batch)
@@ -183,10 +187,10 @@ class BroadcastExecutor:
             self.leader.send("probe", self.index, part, batch, k, context)
             self.inner.probe(part, batch, k, context)
 
-    def prepare(self) -> str:
+    def prepare(self, served: bool = True, progress: Progressed = lambda done, total: None) -> str:
         with self.leader.together():
-            self.leader.send("prepare", self.index)
-            return self.inner.prepare()
+            self.leader.send("prepare", self.index, served)
+            return self.inner.prepare(served, progress)
 
     def can_probe(self, part: CostPart) -> bool:
         return self.inner.can_probe(part)
@@ -236,8 +240,8 @@ class Follower:
         self._batch = StepBatch()  # the last one that rank 0 has sent
         self._plan: Plan | None = None  # the last one that rank 0 asked for with "plan"
 
-    def prepare(self, executor: int) -> None:
-        self.engine.executors[executor].prepare()
+    def prepare(self, executor: int, served: bool) -> None:
+        self.engine.executors[executor].prepare(served)
 
     def probe(self, executor: int, part: CostPart, batch: int, k: int, context: int) -> None:
         self.engine.executors[executor].probe(part, batch, k, context)

@@ -122,7 +122,7 @@ class ServedModel:
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
         note = without_paths(llm.drafter_note)
-        ready = llm.engine.serve()
+        ready = llm.engine.serve(say)
         if ready:
             say(ready)
         return cls(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engines import mtp_drafter, request, run, tiny_engine, tiny_model
+from tests.engines import mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
 
 from outrider.engine import capture, graph_dispatch
 from outrider.engine.decode import Key
-from outrider.engine.engine import Engine
+from outrider.engine.engine import Engine, Reporter
 from outrider.engine.graph_dispatch import cheapest_covering, covers, padded, warmup_keys
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.prefill_graphs import PrefillKey
@@ -62,11 +62,84 @@ def test_what_is_captured_beside_requests_has_room_to_spare() -> None:
     assert padded(replace(DRAFTED, batch=192, k=8), 256, 32768, 2048).batch == 192, "nor more rows than a step may have"
 
 
-def test_trees_are_captured_as_they_are() -> None:
+def test_the_last_tokens_of_an_answer_need_no_graphs_of_their_own() -> None:
+    """64 prompts with K = 4: each number of sequences was captured with K = 4, 3, 2 and 1, some in every run."""
+    drafted = replace(DRAFTED, context=2048)
+    k = {k: padded(replace(drafted, k=k), 256, 32768, 2048, 16).k for k in (1, 3, 4, 5, 6, 9, 16)}
+    assert k == {1: 4, 3: 4, 4: 4, 5: 8, 6: 8, 9: 16, 16: 16}
+    assert padded(replace(drafted, k=6), 256, 32768, 2048, 7).k == 6, "a block of 7 drafts no 8"
+    assert padded(replace(drafted, k=6, batch=256), 256, 32768, 2048, 16).k == 6, "8 would be too many rows"
+    assert padded(replace(drafted, k=6), 256, 32768, 2048).k == 6
+
+
+def test_trees_get_a_longer_context_as_far_as_memory_allows() -> None:
     """Attention keeps sums of every row of a tree by pieces of the context: with room to spare it could take all
-    memory."""
+    memory. A single sequence's context doubled every few steps, and each was a capture."""
     tree = replace(DRAFTED, batch=3, context=65536, nodes=8)
-    assert padded(tree, 256, 1 << 18, 2048) == tree
+    assert padded(tree, 256, 1 << 18, 2048, 16) == tree
+    assert padded(replace(tree, context=512), 256, 1 << 18, 2048, 16) == replace(tree, context=2048)
+
+
+def test_a_tree_runs_as_a_chain_until_it_is_wanted_often(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_dispatch, "OFTEN", 3)
+    executor = served(model, max_batch=4)[1]
+    executor.prepare()
+    before = set(executor.cache.graphs)
+    tree = replace(DRAFTED, batch=1, k=4, context=512, choosing="greedy", nodes=7)
+    assert [executor._stand_in(tree).nodes for _ in range(3)] == [0, 0, 0] and set(executor.cache.graphs) == before
+    assert executor._stand_in(tree) == replace(tree, context=executor._bounds[1])
+    assert len(executor.cache.graphs) == len(before) + 1
+    executor._stand_in(tree)
+    assert len(executor.cache.graphs) == len(before) + 1, "once"
+
+
+def test_the_same_request_again_waits_for_no_capture(model: Any) -> None:
+    """The second identical request waited for a second: its prompt was cached but for some rows, its K another."""
+    engine, executor = served(model, max_batch=8)
+    lines: list[str] = []
+    engine.device = Card()  # type: ignore[assignment]
+    engine.warm_up(lines.append)
+    engine.device = executor.device
+    assert len(lines) == 1 and "captured in" in lines[0]
+    near = {key for key in executor.cache.graphs}
+    assert {key.batch for key in near} == {1, 8} and {key.k for key in near} == {0, 4}
+    jobs = [request(str(i), [*PROMPT[:5], i], k=4, max_tokens=7) for i in range(5)]
+    alone = run(tiny_engine("dense", model=model), jobs)
+    for batch in (jobs[:1], jobs[:1], jobs):
+        assert run(engine, batch) == {job.id: alone[job.id] for job in batch}
+    assert set(executor.cache.graphs) == near
+
+
+class Card:
+    """A device that says that it is a GPU."""
+
+    type = "cuda"
+    index = None
+
+
+def test_progress_is_told_every_few_seconds() -> None:
+    now = [0.0]
+    lines: list[str] = []
+    report = Reporter(lines.append, lambda: now[0])
+    for done in range(11):
+        report(done, 10)
+        now[0] += 0.5
+    assert lines == ["capturing steps and passes: 4 of 10", "capturing steps and passes: 8 of 10"]
+
+
+def test_a_step_during_which_a_graph_was_captured_has_no_time(model: Any) -> None:
+    """Captures of half a second made prompts beside decoding look slow, and so they got the least tokens."""
+    engine, _ = served(model, max_batch=4)
+    seen: list[int] = []
+    engine.prefill.observe = lambda rows, seconds: seen.append(engine.metrics.steps)  # type: ignore[method-assign]
+    counts = []
+    for _ in range(2):  # the second request joins the first: two sequences are another graph
+        seen.clear()
+        run_joining(
+            engine, [(0, request("a", PROMPT, k=0, max_tokens=8)), (4, request("b", PROMPT, k=0, max_tokens=8))]
+        )
+        counts.append(len(seen))
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -137,7 +210,7 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         run(engine, [request("a", PROMPT, k=4, max_tokens=4, logprobs=2)])
         new = set(executor.cache.graphs) - before
-        assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 3, 5), (1, 2, 5), (1, 1, 5), (1, 0, 5)}
+        assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 4, 5), (1, 0, 5)}
     monkeypatch.setattr(graph_dispatch, "OFTEN", 8)
     run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
     assert any(key.k == 2 for key in executor.cache.graphs), "what is wanted again and again has its own"

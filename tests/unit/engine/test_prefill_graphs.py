@@ -98,6 +98,16 @@ def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str,
     engine.check()
 
 
+def test_a_program_has_the_passes_of_few_prompts(models: dict[str, Any]) -> None:
+    engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
+    passed = captured(engine)
+    few = passed.likely(served=False)
+    assert {key.rows for key in few} == set(LIKELY) and {(key.sequences, key.wanted) for key in few} == {(8, True)}
+    assert set(few) < set(passed.likely())
+    plain = captured(tiny_engine("edge", model=models["edge"], graphs=True))
+    assert {key.wanted for key in plain.likely(served=False)} == {False}
+
+
 def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> None:
     """Chunks run in the smallest pass that is there and holds them; where none does they are launched."""
     engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=100, prefix_cache=False)
