@@ -21,7 +21,7 @@ from tests.unit.engine.test_host_cycle import PROMPT, engines
 from torch import Tensor
 
 from outrider.cache.store import last_rows
-from outrider.engine.adapters import AdaptedModel, AdapterPool, adaptable_weights, weight_names
+from outrider.engine.adapters import AdapterPool, adaptable_weights, weight_names
 from outrider.engine.engine import Engine
 from outrider.engine.step import Request
 from outrider.models.config import ModelConfig
@@ -111,7 +111,7 @@ def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Pa
 
     one = ops.adapted(compiled, order, counts)
     assert one is not None
-    want = passed(AdaptedModel(model, AdaptedOps(model.ops, names, row_groups(order, counts, model.device))))
+    want = passed(model.with_ops(AdaptedOps(model.ops, names, row_groups(order, counts, model.device))))
     assert all(torch.equal(a, b) for a, b in zip(passed(one), want, strict=True))
     ends = [0, 2, 5]
     last = [counts[0] - 1, sum(counts[:3]) - 1, sum(counts) - 1]

@@ -15,7 +15,7 @@ from tests.kv import build_kv
 from tests.lora import peft_model
 from torch import Tensor
 
-from outrider.engine.adapters import AdaptedModel, weight_names
+from outrider.engine.adapters import weight_names
 from outrider.models.decoder import TextModel
 from outrider.models.names import tensor_plan
 from outrider.ops.cpu.ops import CpuOps
@@ -46,7 +46,7 @@ def tolerance(name: str) -> float:
 def logits_of(model: TextModel, adapters: list[Any]) -> list[Tensor]:
     kv = build_kv(model.config, batch=len(adapters), max_len=max(LENGTHS))
     groups = row_groups(adapters, LENGTHS, model.device)
-    adapted = AdaptedModel(model, AdaptedOps(model.ops, weight_names(model), groups))
+    adapted = model.with_ops(AdaptedOps(model.ops, weight_names(model), groups))
     out = adapted.forward(torch.cat(IDS), kv.view([(0, n) for n in LENGTHS]))
     return list(adapted.logits(out.hidden).split(list(LENGTHS)))
 

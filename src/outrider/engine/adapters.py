@@ -19,11 +19,10 @@ from torch import Tensor
 from ..cache.store import upload
 from ..models.decoder import TextModel
 from ..ops.adapter_slots import AdapterSlots, SlotOps, row_ranges
-from ..ops.backend import Pass
 from ..ops.formats import DeviceWeight
 from ..ops.lowrank import AdaptedOps, Adapter, row_groups
 from ..ops.reference import Backend
-from ..types import KVView, OutputRows, OutriderError, require
+from ..types import OutriderError, require
 
 log = logging.getLogger("outrider")
 ADAPTED = ("qkv", "out", "gate_up", "down")  # fields of a `Block`, and the suffixes of their canonical names
@@ -33,28 +32,12 @@ NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,99}")
 def adaptable_weights(model: TextModel) -> dict[str, DeviceWeight]:
     """The weights that an adapter may change, by canonical name."""
     names = ADAPTED if model.ple_input is None else (*ADAPTED, "ple_gate", "ple_out")
-    found = {f"layers.{i}.{name}": getattr(block, name) for i, block in enumerate(model.blocks) for name in names}
-    return found if model.ple_input is None else {**found, "ple_proj": model.ple_input.proj}
+    weights = {f"layers.{i}.{name}": getattr(block, name) for i, block in enumerate(model.blocks) for name in names}
+    return weights if model.ple_input is None else {**weights, "ple_proj": model.ple_input.proj}
 
 
 def weight_names(model: TextModel) -> dict[int, str]:  # by `id` of the weight
     return {id(weight): name for name, weight in adaptable_weights(model).items()}
-
-
-class AdaptedModel(TextModel):
-    """A target model during one pass in which some rows use low-rank adapters: the same weights, other operations
-    (ops.lowrank, ops.adapter_slots). It is made per pass, or per captured step, and costs a dictionary."""
-
-    def __init__(self, model: TextModel, ops: AdaptedOps):
-        self.__dict__.update(model.__dict__)
-        self.ops = cast(Backend, ops)
-
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
-        """Runs all rows through all layers, so that a row's adapter group is valid in every layer."""
-        out = super().forward(ids, kv, taps)
-        if wanted is None:
-            return out
-        return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))
 
 
 class AdapterPool:
@@ -122,18 +105,18 @@ class AdapterPool:
                 self._keep(name, adapter)
         return adapter
 
-    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> AdaptedModel:
+    def model_for(self, adapters: Sequence[Adapter | None], counts: Sequence[int]) -> TextModel:
         """The model for a pass in which sequence i has `counts[i]` rows and uses `adapters[i]`."""
         if self.slots is None:
             groups = row_groups(adapters, counts, self.model.device)
-            return AdaptedModel(self.model, AdaptedOps(self.model.ops, self._names, groups))
+            return self.model.with_ops(cast(Backend, AdaptedOps(self.model.ops, self._names, groups)))
         ranges = row_ranges(self.slots.place(adapters), counts)
         return self.slot_model(upload(ranges, torch.int32, self.model.device))
 
-    def slot_model(self, ranges: Tensor) -> AdaptedModel:
+    def slot_model(self, ranges: Tensor) -> TextModel:
         """The model for passes whose rows use the slots that `ranges` (ops.adapter_slots) names when they run."""
         assert self.slots is not None
-        return AdaptedModel(self.model, SlotOps(self.model.ops, self._names, self.slots, ranges))
+        return self.model.with_ops(cast(Backend, SlotOps(self.model.ops, self._names, self.slots, ranges)))
 
     def _keep(self, name: str, adapter: Adapter) -> None:
         self._loaded.pop(name, None)

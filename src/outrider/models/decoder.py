@@ -10,6 +10,7 @@ at construction; the forward passes see fields only. Drafters share the rotary f
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -130,6 +131,7 @@ class TextModel:
         self.config = config
         self.ops = ops
         self.together = together
+        self.keeps_all_rows = False  # rows whose output is not needed run through all layers, too
         tp = together.tp
         self.tokens = [piece(config.vocab_size, rank, tp.world) for rank in range(tp.world)]  # of each process
         self.all_reduce = together.all_reduce
@@ -150,7 +152,18 @@ class TextModel:
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows `wanted`."""
-        return self._run(self.embed(ids), ids, kv, taps, wanted, None)
+        if wanted is None or not self.keeps_all_rows:
+            return self._run(self.embed(ids), ids, kv, taps, wanted, None)
+        out = self._run(self.embed(ids), ids, kv, taps, None, None)
+        return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))
+
+    def with_ops(self, ops: Backend) -> TextModel:
+        """The same weights for passes with other operations, which know the pass's rows (ops.lowrank,
+        ops.adapter_slots): all rows run through all layers. Made per pass, so it shares everything."""
+        model = copy.copy(self)
+        model.ops = ops
+        model.keeps_all_rows = True
+        return model
 
     def forward_soft(
         self, soft: Tensor, pad_id: int, kv: KVView, taps: tuple[int, ...], wanted: OutputRows | None, end: int | None

@@ -119,13 +119,17 @@ def supports(layers: Sequence[tuple[AttnSpec, DeviceWeight]], *widths: int) -> b
 
 
 class CompiledModel:
-    """A target model of one process: its own fields and methods (`forward_soft` has the same bits), with `forward` in
-    one call. adapters: for one pass in which sequence i has `counts[i]` rows."""
+    """A target model of one process with `forward` in one call; everything else is the model's (`forward_soft` has the
+    same bits). adapters: for one pass in which sequence i has `counts[i]` rows."""
 
     def __init__(self, model: Any, stack: Stack, adapters: Sequence[Adapter | None] = (), counts: Sequence[int] = ()):
-        self.__dict__.update(model.__dict__)
         self.model = model
         self.stack = stack
+        self.ops = model.ops
+        self.config = model.config
+        self.device = model.device
+        self.dtype = model.dtype
+        self.head = model.head
         self.counts = counts
         self.adapters = PassAdapters(stack.changes, adapters) if adapters else None
 
