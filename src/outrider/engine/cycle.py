@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ class Rows:
     even: bool  # all the same K: rows are a grid, and no gathering is needed
 
     @staticmethod
-    @lru_cache(maxsize=512)
     def of(ks: tuple[int, ...], device: torch.device) -> Rows:
         offsets, owners, starts = ragged([(0, k + 1) for k in ks])
         seq, offset, limit = (torch.tensor(values, device=device) for values in (owners, offsets, ks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import abc
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ class EagerExecutor(Executor):
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+        self._rows_of = lru_cache(maxsize=512)(partial(Rows.of, device=runner.device))  # layouts by K of each sequence
 
     def plan(self, batch: StepBatch) -> Plan:
         return Plan(batch)
@@ -95,7 +96,7 @@ class EagerExecutor(Executor):
             if runner.device.type == "cpu" or draft.trees is not None or any(row.plan.nodes for row in rows):
                 ks = draft.lengths.tolist()
                 widths = tuple(ks)
-                x.rows = Rows.of(widths, runner.device)
+                x.rows = self._rows_of(widths)
                 sure = None if draft.confidence is None else draft.confidence[:, : x.rows.k]
                 draft = replace(draft, tokens=draft.tokens[:, : x.rows.k], confidence=sure)
         parents: list[abc.Sequence[int]] = [range(k) for k in ks]  # of chains
@@ -157,7 +158,7 @@ class EagerExecutor(Executor):
         device = self.runner.device
         lines = [(x.slot, x.seq.tokens[-1], x.position) for x in scheduled]
         slots, last, position = (torch.tensor(values, device=device) for values in zip(*lines))
-        rows = Rows.of(tuple(item.plan.max_drafted for item in scheduled), device)
+        rows = self._rows_of(tuple(item.plan.max_drafted for item in scheduled))
         reach = max(item.position + 1 + item.plan.max_drafted for item in scheduled)
         return CycleInput(rows, slots, last, position, sampling, self.runner.model.ops, reach)
 
@@ -263,7 +264,7 @@ class EagerExecutor(Executor):
         position = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
         sampling = sampling_batch([SamplingParams()] * batch, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
         last = torch.zeros_like(position)
-        rows = Rows.of((k,) * batch, runner.device)
+        rows = self._rows_of((k,) * batch)
         x = CycleInput(rows, slots, last, position, sampling, runner.model.ops, context + k + 1)
         if part == VERIFY:
             draft = Draft(last[:, None].expand(batch, k), torch.full_like(position, k)) if k else None
