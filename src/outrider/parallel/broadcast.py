@@ -48,9 +48,16 @@ class SeqUpdate(NamedTuple):
     num_inflight_tokens: int
 
 
+class RemoteGrammar:
+    """Stands for a grammar in a broadcast request: rank 0 has the grammar and broadcasts its masks."""
+
+    def matcher(self) -> Matcher:
+        raise NotImplementedError("a follower makes a RemoteMatcher")
+
+
 class StepMessage(NamedTuple):
     batch: StepBatch  # of `SeqUpdate`s
-    # sequences that are new to the other ranks, with their images' soft tokens and a `RemoteMatcher` for a grammar
+    # sequences that are new to the other ranks, with their images' soft tokens and a `RemoteGrammar` for a grammar
     joined: list[Request]
     left: list[str]
 
@@ -103,8 +110,9 @@ class Leader:
             params = seq.request.params
             spans = seq.request.spans
             spans = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in spans)
-            own = replace(params, grammar=RemoteMatcher() if params.grammar is not None else None)
-            joined.append(Request(seq.id, list(seq.request.prompt), own, spans=spans))
+            if params.grammar is not None:
+                params = replace(params, grammar=RemoteGrammar())
+            joined.append(Request(seq.id, list(seq.request.prompt), params, spans=spans))
             if seq.answer.matcher is not None:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.group)
         fresh = known.cache is not seq.active_cache
@@ -209,23 +217,22 @@ class BroadcastMatcher:
         return self.matcher.failed
 
     def bits(self, drafts: abc.Sequence[int]) -> ndarray:
-        found = self.matcher.bits(drafts)
-        self.group.send(found)
-        return found
+        masks = self.matcher.bits(drafts)
+        self.group.send(masks)
+        return masks
 
 
 # ---- the other ranks
 class RemoteMatcher:
-    """A grammar and its matcher at the other ranks: its masks come from rank 0."""
+    """A grammar's matcher at the other ranks: its masks come from rank 0."""
 
     failed: str | None = None
 
-    def matcher(self) -> Matcher:
-        return self
+    def __init__(self, group: ProcessGroup):
+        self.group = group
 
     def bits(self, drafts: abc.Sequence[int]) -> ndarray:
-        assert ProcessGroup.here is not None
-        return ProcessGroup.here.receive()  # type: ignore[return-value]
+        return self.group.receive()  # type: ignore[return-value]
 
     def advance(self, tokens: abc.Sequence[int]) -> None:
         pass
@@ -234,8 +241,9 @@ class RemoteMatcher:
 class Follower:
     """Each public method is a command of rank 0."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, group: ProcessGroup):
         self.engine = engine
+        self.group = group
         self._seqs: dict[str, Sequence] = {}
         self._batch = StepBatch()  # the last one that rank 0 has sent
         self._plan: Plan | None = None  # the last one that rank 0 asked for with "plan"
@@ -274,8 +282,8 @@ class Follower:
                 self.engine.drafter.release(seq.draft_track)
         for request in step.joined:
             seq = Sequence(request, 0.0, [])
-            grammar = request.params.grammar
-            seq.answer = OutputProcessor(request.params, (), None, grammar.matcher() if grammar is not None else None)
+            matcher = RemoteMatcher(self.group) if request.params.grammar is not None else None
+            seq.answer = OutputProcessor(request.params, (), None, matcher)
             if self.engine.drafter is not None:
                 seq.draft_track = self.engine.drafter.new_track(request.id)
             self._seqs[request.id] = seq
@@ -297,7 +305,7 @@ class Follower:
 
 def follow(engine: Engine, group: ProcessGroup) -> None:
     """Executes rank 0's commands until rank 0 ends the run."""
-    follower = Follower(engine)
+    follower = Follower(engine, group)
     engine.runner.divided = True
     group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
     with torch.inference_mode():
