@@ -3,12 +3,13 @@ images and sound."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 
 from . import __version__
 from . import ops as ops_module
-from .cache.prefix_store import PrefixStore
-from .config import LoadSettings
+from .cache.prefix_store import PrefixStoreOptions
+from .config import EngineConfig, LoadSettings
 from .engine.adapters import AdapterPool, adaptable_weights
 from .engine.audio import AudioEncoder
 from .engine.engine import Engine
@@ -29,7 +30,7 @@ from .models.audio_config import NO_AUDIO, NO_AUDIO_MMPROJ
 from .models.block_config import is_block
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
-from .models.split import SOLO
+from .models.split import SOLO, Collectives, TPRank
 from .models.vision import VisionModel
 from .models.vision_config import NO_MMPROJ, NO_VISION
 from .ops.cpu.ops import default_threads
@@ -66,112 +67,209 @@ class Assembled(NamedTuple):
     audio: AudioEncoder | str  # the audio encoder, likewise
 
 
-def assemble(model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None = None) -> Assembled:
-    """With a group: builds this process's part. An error in one process is raised in all."""
-    agreed = False
+@dataclass(frozen=True)
+class Place:
+    """Where and how a model computes."""
 
-    def agree(budget: KVBudget) -> KVBudget:
-        nonlocal agreed
-        if group is None:
+    device: torch.device
+    dtype: torch.dtype
+    ops: Backend
+    threads: int | None  # of CPU kernels; None: chosen by the backend
+    group: ProcessGroup | None  # processes that share the model
+
+    @property
+    def together(self) -> Collectives:
+        return SOLO if self.group is None else self.group
+
+    @property
+    def tp(self) -> TPRank | None:
+        return None if self.group is None else self.group.tp
+
+    @property
+    def leads(self) -> bool:
+        """This process decides for all: it is alone or rank 0."""
+        return self.group is None or self.group.tp.rank == 0
+
+    @property
+    def card(self) -> str | None:
+        """The name of the GPU; None on a CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+
+
+class Agreement:
+    """The K/V budget that all processes of a group share: the smallest."""
+
+    def __init__(self, group: ProcessGroup | None):
+        self.group = group
+        self.reached = False
+
+    def __call__(self, budget: KVBudget) -> KVBudget:
+        if self.group is None:
             return budget
-        agreed = True
-        least = group.all_reduce_min([-1 if value is None else value for value in astuple(budget)])
-        return KVBudget(*(None if value < 0 else value for value in least))  # type: ignore[arg-type]
+        self.reached = True
+        smallest = self.group.all_reduce_min([-1 if value is None else value for value in astuple(budget)])
+        return KVBudget(*(None if value < 0 else value for value in smallest))  # type: ignore[arg-type]
 
+
+def assemble(model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None = None) -> Assembled:
+    """Build an engine, or with a group this process's part of it. An error in one process is raised in all."""
+    agree = Agreement(group)
     try:
-        return _assemble(model, settings, say, group, agree)
+        return _assemble(model, settings, say, choose_place(settings, group), agree)
     except OutriderError as error:
-        if group is not None and not agreed:
+        if group is not None and not agree.reached:
             group.all_reduce_min((), str(error))  # raises here and everywhere
         raise
 
 
-def _assemble(
-    model: str, settings: LoadSettings, say: Say, group: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
-) -> Assembled:
-    quantize = settings.quantize
-    load_format = settings.load_format
-    seed = settings.seed
-    threads = settings.threads
-    spec = settings.spec
-    engine_config = settings.engine
+def choose_place(settings: LoadSettings, group: ProcessGroup | None) -> Place:
     device = ops_module.place(settings.device) if group is None else group.device
     if device.index is not None:
         torch.cuda.set_device(device)  # kernels are launched on the current device, wherever their tensors are
     dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    threads = settings.threads
     if group is not None and device.type == "cpu":
         threads = threads or max(1, default_threads() // group.tp.world)  # the processes share the cores
     ops = ops_module.choose(device, settings.ops, threads)
     if ops.name == "cpu" or (group is not None and device.type == "cpu"):
         # the kernels have their own threads; torch's threads would spin next to them and halve the speed
         torch.set_num_threads(1)
-    tp, together = (None, SOLO) if group is None else (group.tp, group)
-    if settings.drafters[0].startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
-        check_draft_model(hub.resolve(model, weights=False), hub.resolve(settings.drafters[0][6:], weights=False))
-    files = hub.resolve(model, weights=load_format == "auto")
-    # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
-    tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
-    config, weights, _ = load_target(
-        files, device, dtype, ops, quantize=quantize, load_format=load_format, seed=seed, tp=tp
-    )
-    if quantize is not None and load_format == "auto":
-        say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
-    target = TextModel(config, weights, ops, together)
-    common = lambda: tokenizing.result().common_token_ids() if tokenizing is not None else ()  # noqa: E731
-    drafter, names, note = pick_drafter(files, settings, target, dtype, common)
+    return Place(device=device, dtype=dtype, ops=ops, threads=threads, group=group)
+
+
+def _assemble(model: str, settings: LoadSettings, say: Say, place: Place, agree: Agreement) -> Assembled:
+    ops = place.ops
+    spec = settings.spec
+    engine_config = settings.engine
+    first_drafter = settings.drafters[0]
+    if first_drafter.startswith("draft:"):  # another vocabulary is refused before weights are fetched or read
+        check_draft_model(hub.resolve(model, weights=False), hub.resolve(first_drafter[6:], weights=False))
+    files = hub.resolve(model, weights=settings.load_format == "auto")
+    loading_tokenizer: Future[Tokenizer] | None = None
+    if settings.load_format != "dummy":
+        # made while the kernels lay weights out and need no interpreter
+        loading_tokenizer = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files)))
+
+    def common_token_ids() -> Iterable[int]:
+        return () if loading_tokenizer is None else loading_tokenizer.result().common_token_ids()
+
+    target, num_bytes = load_target_model(files, settings, place)
+    if settings.quantize is not None and settings.load_format == "auto":
+        measured = f"`outrider inspect {model} --quantize {settings.quantize}` measures what that costs"
+        say(f"weights rounded to {settings.quantize}: {measured}")
+    drafter, names, note = pick_drafter(files, settings, target, place.dtype, common_token_ids)
     say(note)
-    tokenizer = tokenizing.result() if tokenizing is not None else None
-    size = sum(w.nbytes for w in weights.values())
-    if group is not None:
-        say(f"tensor parallel: {group.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
-    adapters = load_adapters(target, settings, say) if group is None else None
-    learnt = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
-    if adapters is not None and learnt and learnt not in (adapters.get(name).digest.hex() for name in adapters.paths):
-        say("the drafter was trained for another adapter, so expect fewer accepted drafts")
-    leads = group is None or group.tp.rank == 0
-    vision, span_rows = load_images(files, settings, ops, device, dtype, leads)
-    audio = load_sound(files, settings, device, dtype, leads)
+    tokenizer = None if loading_tokenizer is None else loading_tokenizer.result()
+    if place.group is not None:
+        gib = num_bytes / 2**30
+        say(f"tensor parallel: {place.group.tp.world} processes, {gib:.2f} GiB of weights in the first")
+    adapters = load_adapters(target, settings, say) if place.group is None else None
+    check_trained_adapter(drafter, adapters, say)
+    vision, span_rows = load_images(files, settings, ops, place.device, place.dtype, place.leads)
+    audio = load_sound(files, settings, place.device, place.dtype, place.leads)
     if isinstance(audio, AudioEncoder):
-        size += audio.model.nbytes
+        num_bytes += audio.model.nbytes
     if isinstance(vision, ImageEncoder):
-        size += vision.model.nbytes
+        num_bytes += vision.model.nbytes
         if tokenizer is not None:
             tokenizer.image_text = vision.config.image_text(tokenizer.backend.id_to_token)
-    runner = ops.compile(target) if group is None else target  # one call for a whole model cannot exchange sums
-    members = drafter.members if drafter is not None else ()
-    profiles = {member.name: member.profile for member in members if member.profile is not None}
-    if ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs:
-        # where steps are captured no draft ends by its confidence
-        profiles = {name: replace(profile, trust=()) for name, profile in profiles.items()}
-    controller = Controller(CostTable(), names, profiles)
-    kv = KVOptions(ops.kv_dtype(dtype, engine_config.kv_dtype), span_rows, agree)
-    engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, kv)
-    engine.runner.adapters = adapters
-    if engine_config.prefix_store is not None:
-        content = fingerprint(files) if load_format == "auto" else f"dummy {files.name} {seed}"
-        kernels = f"{ops.name} {ops.version}"
-        if ops.name != "cpu":  # its version is a hash of its sources
-            card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-            kernels += f" {__version__} {torch.__version__} {card}"
-        cut = "" if ops.capabilities.prompts_independent else f"chunk {engine.chunk}"
-        identity = f"{content} {dtype} {kernels} {quantize} kv {engine.store.dtype} {engine_config.page_size} {cut}"
-        identity += f" {drafter.content}" if drafter is not None and drafter.content else ""
-        folder = Path(os.path.expanduser(engine_config.prefix_store))
-        limit = int(engine_config.prefix_store_size * 2**30)
-        engine.store.disk = PrefixStore(engine.store, folder, limit, identity)
-    if device.type == "cuda":
+    kv = KVOptions(ops.kv_dtype(place.dtype, engine_config.kv_dtype), span_rows, agree)
+    engine = Engine(
+        # one call for a whole model cannot exchange sums
+        ops.compile(target) if place.group is None else target,
+        tokenizer,
+        engine_config,
+        spec,
+        drafter,
+        Controller(CostTable(), names, acceptance_profiles(drafter, engine_config, ops)),
+        kv,
+        adapters=adapters,
+        prefix_store=prefix_store_options(files, settings, place, drafter, kv.dtype or target.dtype),
+    )
+    if place.device.type == "cuda":
         size_kv = f"{engine.kv_budget.tokens:,} tokens in {engine.store.nbytes / 2**30:.1f} GiB"
         say(f"K/V: {size_kv}; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
-    if spec.draft_tokens is not None or not names:
-        return Assembled(engine, note, size, None, vision, audio)
-    trained_for = drafter.trained_for if drafter is not None else None
-    divided = "" if group is None else f" over {group.tp.world}"
-    machine = machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads)
-    key = (
-        f"{machine}|{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv "
-        f"{engine_config.kv_dtype}{divided}|{__version__} {FORMAT} {ops.version}"
+    measures_costs = spec.draft_tokens is None and bool(names)
+    key = cost_key(model, settings, place, drafter, engine.max_batch) if measures_costs else None
+    return Assembled(engine, note, num_bytes, cost_key=key, vision=vision, audio=audio)
+
+
+def load_target_model(files: Files, settings: LoadSettings, place: Place) -> tuple[TextModel, int]:
+    """The target, not yet compiled, and the bytes of its weights."""
+    config, weights, _ = load_target(
+        files,
+        place.device,
+        place.dtype,
+        place.ops,
+        quantize=settings.quantize,
+        load_format=settings.load_format,
+        seed=settings.seed,
+        tp=place.tp,
     )
-    return Assembled(engine, note, size, key, vision, audio)
+    return TextModel(config, weights, place.ops, place.together), sum(weight.nbytes for weight in weights.values())
+
+
+def check_trained_adapter(drafter: Drafter | None, adapters: AdapterPool | None, say: Say) -> None:
+    """Say so if the drafter was trained for an adapter that is not loaded."""
+    digest = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
+    if adapters is not None and digest:
+        loaded = [adapters.get(name).digest.hex() for name in adapters.paths]
+        if digest not in loaded:
+            say("the drafter was trained for another adapter, so expect fewer accepted drafts")
+
+
+def acceptance_profiles(
+    drafter: Drafter | None, config: EngineConfig, ops: Backend
+) -> dict[str, cards.AcceptanceProfile]:
+    """How often each drafter is right, before anything was observed."""
+    members = drafter.members if drafter is not None else ()
+    profiles = {member.name: member.profile for member in members if member.profile is not None}
+    captured = ops.capabilities.graphs if config.graphs is None else config.graphs
+    if captured:  # no draft of a captured step ends by its confidence
+        return {name: replace(profile, trust=()) for name, profile in profiles.items()}
+    return profiles
+
+
+def prefix_store_options(
+    files: Files, settings: LoadSettings, place: Place, drafter: Drafter | None, kv_dtype: torch.dtype
+) -> PrefixStoreOptions | None:
+    """Where prefixes are kept on disk, and what their bits depend on; None: nowhere."""
+    config = settings.engine
+    if config.prefix_store is None:
+        return None
+    ops = place.ops
+    content = fingerprint(files) if settings.load_format == "auto" else f"dummy {files.name} {settings.seed}"
+    kernels = f"{ops.name} {ops.version}"
+    if ops.name != "cpu":  # its version is a hash of its sources
+        kernels += f" {__version__} {torch.__version__} {place.card or ''}"
+    chunk = config.prefill_chunk or ops.capabilities.prompt_chunk
+    cut = "" if ops.capabilities.prompts_independent else f"chunk {chunk}"
+    identity = f"{content} {place.dtype} {kernels} {settings.quantize} kv {kv_dtype} {config.page_size} {cut}"
+    if drafter is not None and drafter.content:
+        identity += f" {drafter.content}"
+    folder = Path(os.path.expanduser(config.prefix_store))
+    return PrefixStoreOptions(folder, max_bytes=int(config.prefix_store_size * 2**30), identity=identity)
+
+
+def cost_key(model: str, settings: LoadSettings, place: Place, drafter: Drafter | None, max_batch: int) -> str:
+    """What the measured costs of a cycle depend on, as JSON. Costs are measured again if any of it changes."""
+    members = drafter.members if drafter is not None else ()
+    return json.dumps(
+        {
+            "machine": machine_name(place.card, place.threads),
+            "model": model,
+            "dtype": str(place.dtype),
+            "ops": [place.ops.name, place.ops.version],
+            "quantize": settings.quantize,
+            "quantize_drafter": settings.quantize_drafter,
+            "drafters": [{"kind": one.name, "source": one.source, "trained_for": one.trained_for} for one in members],
+            "max_batch": max_batch,
+            "kv_dtype": settings.engine.kv_dtype,
+            "processes": 1 if place.group is None else place.group.tp.world,
+            "version": [__version__, FORMAT],
+        },
+        sort_keys=True,
+    )
 
 
 def load_images(
@@ -243,7 +341,9 @@ def pick_drafter(
         if where is None:
             return None, f"drafter: ngram ({note})"
         try:
-            return _load_drafter(model, where, note, target, dtype, settings, always)
+            loaded, note = _load_drafter(model, where, note, target, dtype, settings, always)
+            loaded.source = where
+            return loaded, note
         except OutriderError as error:
             if drafter != "auto":
                 named = "/" in drafter or Path(drafter).exists()
@@ -251,12 +351,13 @@ def pick_drafter(
                 raise OutriderError(f"{error}{kinds}") from None
             return None, f"drafter: ngram ({where} cannot be used: {error})"
 
-    picked = [pick(one) for one in settings.drafters]
-    found = [(drafter, note) for drafter, note in picked if drafter is not None]
-    drafter, note = found[0] if found else picked[0]
-    if len(found) == 2:
-        drafter = DrafterPair(found[0][0], found[1][0])
-        note += f" and {found[1][1].removeprefix('drafter: ')}"
+    picks = [pick(one) for one in settings.drafters]
+    networks = [(drafter, note) for drafter, note in picks if drafter is not None]
+    drafter, note = networks[0] if networks else picks[0]
+    if len(networks) == 2:
+        (first, note), (second, second_note) = networks
+        drafter = DrafterPair(first, second)
+        note += f" and {second_note.removeprefix('drafter: ')}"
     members = drafter.members if drafter is not None else ()
     if settings.quantize_drafter is not None and not any(isinstance(member, BlockDrafter) for member in members):
         raise OutriderError(f"--quantize-drafter rounds a block drafter (DFlash, DSpark, EAGLE-3); {note}")
@@ -277,18 +378,21 @@ def _load_drafter(
 
         def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
             """A draft need not be exact: quantised, but for the embedding, of which a step reads one row."""
-            made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
-            counts[made is weight] += 1
-            return made
+            rounded = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
+            counts[rounded is weight] += 1
+            return rounded
 
         vocab = check_draft_model(model, hub.resolve(name, weights=False))
-        config, weights, _ = load_target(name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper)
-        padded = vocab < config.vocab_size
+        small_config, small_weights, _ = load_target(
+            name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper
+        )
+        padded = vocab < small_config.vocab_size
         lists = ops.capabilities.shortlists
         listed = draft_model.shortlist(vocab, always(), padded) if lists else None
         how = ["its weights rounded to 4 bits"] if counts[0] else []
-        how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
-        small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed, target.config.vocab_size)
+        how += [f"{len(listed):,} of {small_config.vocab_size:,} tokens scored"] if listed is not None else []
+        compiled = ops.compile(TextModel(small_config, small_weights, ops))
+        small = DraftModel(compiled, listed, target.config.vocab_size)
         return small, f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     kinds = "a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
@@ -298,24 +402,26 @@ def _load_drafter(
         mode = settings.quantize_drafter or settings.quantize
         note += f"; weights rounded to {mode}" if mode is not None else ""
         block = load_block(files, target, dtype, load_format=load_format, seed=seed, quantize=mode)
-        made_block = BlockDrafter(block)
+        block_drafter = BlockDrafter(block)
         if load_format == "auto":
-            made_block.profile = cards.read(Path(files.path), fingerprint(files)) or made_block.profile
-            made_block.content = f"{fingerprint(files)} {mode}"
-        return made_block, f"drafter: {made_block.name} {where} ({note})"
+            block_drafter.profile = cards.read(Path(files.path), fingerprint(files)) or block_drafter.profile
+            block_drafter.content = f"{fingerprint(files)} {mode}"
+        return block_drafter, f"drafter: {block_drafter.name} {where} ({note})"
     tp = target.together.tp
     rounded = ops.capabilities.draft_format
-    own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
-    reason = own.misfit(target.config)
+    config, weights = load_drafter(
+        files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp
+    )
+    reason = config.misfit(target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
-    drafter = MTPNet(own, parts, ops, target)
-    made = MTPDrafter(ops.compile_drafter(drafter) if tp.world == 1 else drafter, target)
+    net = MTPNet(config, weights, ops, target)
+    drafter = MTPDrafter(ops.compile_drafter(net) if tp.world == 1 else net, target)
     if load_format == "auto":
-        made.profile = cards.read(Path(files.path), fingerprint(files))
-        unlike = other_weights(model.name, where, own.target_hash, fingerprint(model))
-        note += f"; {unlike}" if unlike is not None else ""
-    return made, f"drafter: mtp {where} ({note})"
+        drafter.profile = cards.read(Path(files.path), fingerprint(files))
+        warning = other_weights(model.name, where, config.target_hash, fingerprint(model))
+        note += f"; {warning}" if warning is not None else ""
+    return drafter, f"drafter: mtp {where} ({note})"
 
 
 def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:

@@ -25,6 +25,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,13 @@ PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
 READ_PAGES = 8  # pages read, then copied together
 KEEP = 0.9  # of the size limit is left by an eviction, so that not every page evicts
 StoredPage = tuple[bytes, bytes, Mapping[GroupName, Tensor]]  # parent, key, bytes by group
+
+
+@dataclass(frozen=True)
+class PrefixStoreOptions:
+    folder: Path
+    max_bytes: int  # of all files in the folder, those of other models included
+    identity: str  # pages are read back by engines with the same one only
 
 
 class PrefixStore:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cache.prefix import PrefixChain
+from ..cache.prefix_store import PrefixStore, PrefixStoreOptions
 from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
 from ..models.decoder import TextModel
@@ -24,6 +25,7 @@ from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
 from ..spec.plan import VerifiedTree
 from ..types import MAX_DRAFT, OutriderError, RequestStats, require
+from .adapters import AdapterPool
 from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
@@ -89,6 +91,9 @@ class Engine:
         drafter: Drafter | None,
         controller: Controller,
         kv: KVOptions = KVOptions(),
+        *,
+        adapters: AdapterPool | None = None,
+        prefix_store: PrefixStoreOptions | None = None,
     ):
         self.model = model
         self.tokenizer = tokenizer
@@ -120,6 +125,11 @@ class Engine:
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
         ends = tuple(sorted(self.eos))
         self.runner = ModelRunner(model, self.store, drafter, features, ends, self.clock, self._metrics)
+        self.runner.adapters = adapters
+        if prefix_store is not None:
+            self.store.disk = PrefixStore(
+                self.store, prefix_store.folder, prefix_store.max_bytes, prefix_store.identity
+            )
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
         trees = self.executors[0].trees

@@ -75,6 +75,7 @@ class Drafter:
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step
     profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
+    source: str = ""  # the name or path that it was loaded from
     trained_for: str | None = None  # fingerprint of the target that it was trained for
     content: str = ""  # of one with its own K/V: what that depends on besides the target, for K/V kept on disk
 
