@@ -163,6 +163,61 @@ def test_figures_of_a_restarted_server_are_not_negative(page: Any, site: Served)
     assert "-" not in label and float(re.findall(r"highest ([0-9.]+)", label)[0]) > 100, label
 
 
+def test_sampling_begins_as_the_model_has_it(page: Any, site: Served) -> None:
+    """At temperature 0 small models repeat themselves. What was chosen here holds, also where it is "off"."""
+    assert page.inner_text("#temperature-out") == "0.7"
+    defaults = {"temperature": 0.55, "top_p": 0.9, "top_k": 40}
+    page.route("**/props", lambda route: route.fulfill(json={"default_generation_settings": {"params": defaults}}))
+    for value in ("5", "0"):
+        page.locator("#top-k").fill(value)
+        page.locator("#top-k").blur()
+    page.reload()
+    expect(page.locator("#temperature-out")).to_have_text("0.55")
+    ask(page, "Hello.")
+    params = site.engine.seen[-1].params
+    assert (params.temperature, params.top_p, params.top_k) == (0.55, 0.9, 0)
+    page.locator("#temperature").fill("0")
+    page.reload()
+    expect(page.locator("#top-p-out")).to_have_text("0.90")
+    assert page.inner_text("#temperature-out") == "0"
+
+
+def test_answers_may_be_as_long_as_the_context(page: Any, site: Served) -> None:
+    page.fill("#max-tokens", "99999")
+    page.locator("#max-tokens").blur()
+    assert page.input_value("#max-tokens") == "2048"
+    ask(page, "Hello.")
+    assert site.engine.seen[-1].params.max_tokens > 1900
+
+
+def test_single_key_shortcuts_can_be_turned_off(page: Any) -> None:
+    page.get_by_label("Single-key shortcuts").uncheck()
+    page.reload()
+    page.focus("#log")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "log" and page.locator("kbd.single-key").is_hidden()
+    page.get_by_label("Single-key shortcuts").check()
+    page.focus("#log")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+
+
+def test_fingers_find_targets_of_40_pixels(browser: Any, site: Served) -> None:
+    for page in open_page(
+        browser, site.url, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2
+    ):
+        ask(page, "Tell me about the fox.")
+        small = page.evaluate(
+            """() => [...document.querySelectorAll("button, select, input, textarea, summary")]
+                .filter((n) => n.checkVisibility() && n.type !== "checkbox")
+                .map((n) => [n.id || n.textContent, n.getBoundingClientRect()])
+                .filter(([, box]) => box.width > 1 && (box.height < 39.5 || box.width < 39.5))
+                .map(([name, box]) => `${name}: ${box.width} x ${box.height}`)"""
+        )
+        assert small == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_phone_sized_and_light(browser: Any, site: Served) -> None:
     pages = open_page(browser, site.url, viewport={"width": 390, "height": 844}, color_scheme="light")
     page = next(pages)

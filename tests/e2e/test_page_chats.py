@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tests.pages import STORY, TOK, ask, expect, needs_chromium, visit
+from tests.pages import STORY, TOK, ask, expect, kinds, needs_chromium, visit
 from tests.server_fakes import Served
 from tests.waiting import until
 
@@ -231,13 +231,13 @@ def test_retries_and_edits_are_branches(page: Any, site: Served) -> None:
         expect(page.locator(".message.assistant .body")).to_have_text("Seed 1.")
         expect(page.locator(".branches")).to_have_text("‹2/2›")
         ask(page, "DraftRequest the second.")
-        page.get_by_label("The version before").click()
+        page.get_by_label("Previous version").click()
         assert page.locator(".message.assistant .body").all_inner_texts() == ["Seed 0."]
         ask(page, "DraftRequest the first.")
         assert "Seed 1." not in TOK.decode(site.engine.seen[-1].prompt)
         page.reload()
         assert questions(page) == ["First.", "DraftRequest the first."]
-        page.get_by_label("The next version").click()
+        page.get_by_label("Next version").click()
         assert questions(page) == ["First.", "DraftRequest the second."]
         page.locator(".message.user").last.get_by_label("Edit").click()
         page.keyboard.type(" Edited.")
@@ -246,7 +246,7 @@ def test_retries_and_edits_are_branches(page: Any, site: Served) -> None:
         assert (
             questions(page) == ["First.", "DraftRequest the second. Edited."] and page.locator(".branches").count() == 2
         )
-        page.locator(".message.user").last.get_by_label("The version before").click()
+        page.locator(".message.user").last.get_by_label("Previous version").click()
         assert questions(page) == ["First.", "DraftRequest the second."]
     finally:
         site.engine.say = old
@@ -323,10 +323,13 @@ def test_conversations_of_earlier_versions_are_taken_over(page: Any) -> None:
 
 
 def test_images_are_attached_where_the_model_sees(page: Any, site: Served) -> None:
-    assert page.is_hidden("#attach") and page.is_hidden("#record")  # this server's model neither sees nor hears
+    assert page.is_hidden("#record")  # this server's model neither sees nor hears
+    expect(page.locator("#attach")).to_have_attribute(
+        "title", "Attach text files (this model takes no images and no sound)"
+    )
     page.route("**/props", lambda route: route.fulfill(json={"modalities": {"vision": True}}))
     page.reload()
-    expect(page.locator("#attach")).to_be_visible()
+    expect(page.locator("#attach")).to_have_attribute("aria-label", "Attach text files or images")
     png = io.BytesIO()
     Image.new("RGB", (3000, 1500), (200, 30, 30)).save(png, "PNG")
     page.set_input_files("#media-file", {"name": "red.png", "mimeType": "image/png", "buffer": png.getvalue()})
@@ -356,3 +359,56 @@ def test_images_are_attached_where_the_model_sees(page: Any, site: Served) -> No
     sent = Image.open(io.BytesIO(base64.b64decode(images[0]["image_url"]["url"].partition(",")[2])))
     assert sent.size == (1024, 512)  # made small enough to send and to keep
     assert page.locator(".message.user .media img").count() == 2 and page.is_hidden("#thumbs")
+
+
+def test_an_answer_that_was_cut_goes_on(page: Any, site: Served) -> None:
+    page.fill("#max-tokens", "40")
+    ask(page, "Tell me about the fox.")
+    answer = page.locator(".message.assistant").last
+    begun = answer.locator(".body").inner_text()
+    expect(answer.locator(".meta")).to_contain_text("cut at the maximum length")
+    assert STORY.startswith(begun) and len(begun) == 40
+    page.reload()  # what was stored can be continued, too
+    page.fill("#max-tokens", "2048")
+    page.get_by_role("button", name="Continue this answer").click()
+    page.wait_for_selector(".message.assistant:last-child .foot")
+    # the model of this test starts again wherever it is asked to go on
+    expect(answer.locator(".body")).to_have_text(begun + STORY)
+    assert TOK.decode(site.engine.seen[-1].prompt).endswith(begun)
+    assert {"accepted", "corrected"} <= kinds(answer)
+    expect(page.get_by_role("button", name="Continue this answer")).to_have_count(0)
+    assert page.locator(".message.assistant").count() == 1
+
+
+def test_a_text_file_goes_with_a_message(page: Any, site: Served) -> None:
+    source = "def f():\n    return '```'\n"
+    page.set_input_files("#media-file", {"name": "f.py", "mimeType": "text/x-python", "buffer": source.encode()})
+    expect(page.locator("#thumbs summary")).to_have_text("f.py")
+    ask(page, "What does it do?")
+    sent = TOK.decode(site.engine.seen[-1].prompt)
+    assert f"f.py:\n````\n{source}````\n\nWhat does it do?" in sent
+    page.reload()
+    page.locator(".message.user summary").click()
+    expect(page.locator(".message.user pre")).to_have_text(source)
+    for name, kind, why in (
+        ("a.png", "image/png", "fake takes no images, only text files"),
+        ("a.bin", "application/octet-stream", "a.bin is no text file"),
+        ("a.mp4", "video/mp4", "fake takes no video"),
+    ):
+        page.set_input_files("#media-file", {"name": name, "mimeType": kind, "buffer": b"\x00\xff"})
+        expect(page.locator("#error-text")).to_contain_text(why)
+    big = {"name": "big.txt", "mimeType": "text/plain", "buffer": b"x" * (256 * 1024 + 1)}
+    page.set_input_files("#media-file", big)
+    expect(page.locator("#error-text")).to_contain_text("big.txt is larger than 256 KiB")
+    assert page.locator("#thumbs li").count() == 0
+
+
+def test_a_system_prompt_belongs_to_its_chat(page: Any, site: Served) -> None:
+    page.fill("#system", "Be brief.")
+    ask(page, "One.")
+    page.click("#new-chat")
+    assert page.input_value("#system") == ""
+    ask(page, "Two.")
+    assert "Be brief." not in TOK.decode(site.engine.seen[-1].prompt)
+    page.get_by_role("button", name="One.", exact=True).click()
+    expect(page.locator("#system")).to_have_value("Be brief.")

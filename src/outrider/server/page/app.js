@@ -69,11 +69,13 @@ document.addEventListener("keydown", (event) => {
       event.preventDefault();
       mine.edit();
     }
-  } else if (!typing && event.key === "/") {
+  } else if (typing || !$("shortcuts").checked) {
+    return; // single keys, which speech input and switches press by mistake, can be turned off
+  } else if (event.key === "/") {
     event.preventDefault();
     select($("tab-chat"));
     $("prompt").focus();
-  } else if (!typing && event.key === "n") {
+  } else if (event.key === "n") {
     event.preventDefault();
     select($("tab-chat"));
     conversations.fresh();
@@ -113,7 +115,9 @@ async function start() {
   try {
     settings.offer(await readModels());
     chat.resume();
-    attachments.allow((await readProps()).modalities ?? {});
+    const props = await readProps();
+    settings.advise(props.default_generation_settings?.params ?? {});
+    attachments.allow(props.modalities ?? {});
     panel.draw();
     figures.poll();
   } catch (error) {

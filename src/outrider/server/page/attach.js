@@ -1,19 +1,43 @@
-// Images and clips of sound that go with a message, where the model takes them: chosen, pasted, dropped or recorded,
-// made small enough to send and to keep.
+// Files that go with a message: texts, and images and clips of sound where the model takes them. They are chosen, pasted,
+// dropped or recorded, and made small enough to send and to keep.
 import { $, make, removable } from "./dom.js";
 import { Recorder, isSound, soundUrl } from "./sound.js";
 
 const SIDE = 1024, // pixels of the longer side
-  MAX_FILES = 8; // per message
+  MAX_FILES = 8, // per message
+  MAX_TEXT_BYTES = 256 * 1024,
+  TEXT_URL = "data:text/plain;charset=utf-8,";
 
-// An image or a player.
-export const mediaNode = ({ url, name }) =>
-  isSound(url)
+export const isText = (url) => url.startsWith("data:text/plain");
+const textOf = (url) => decodeURIComponent(url.slice(url.indexOf(",") + 1));
+
+// An image, a player, or a text that can be opened.
+export function mediaNode({ url, name }) {
+  if (isText(url))
+    return make(
+      "details",
+      { className: "file" },
+      make("summary", {}, name || "Attached text"),
+      make("pre", { tabIndex: 0 }, textOf(url)),
+    );
+  return isSound(url)
     ? make("audio", { src: url, controls: true, "aria-label": name || "Attached sound" })
     : make("img", { src: url, alt: name || "Attached image" });
+}
 
-// What is sent: images stand before the text, sound behind it, as Google recommends.
-export function contentParts(text, media) {
+// A text in a fence that is longer than any it holds.
+function fenced({ url, name }) {
+  const text = textOf(url),
+    ticks = Math.max(2, ...[...text.matchAll(/`{3,}/g)].map(([run]) => run.length)) + 1,
+    fence = "`".repeat(ticks);
+  return `${name || "File"}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}\n\n`;
+}
+
+// What is sent: texts are part of the message, images stand before it, sound behind it, as Google recommends.
+export function contentParts(message, files) {
+  const text = files.filter(({ url }) => isText(url)).map(fenced).join("") + message,
+    media = files.filter(({ url }) => !isText(url));
+  if (!media.length) return text;
   const images = media.filter(({ url }) => !isSound(url)).map(({ url }) => ({ type: "image_url", image_url: { url } })),
     clips = media.filter(({ url }) => isSound(url)).map(({ url }) => ({
       type: "input_audio",
@@ -40,9 +64,26 @@ async function shrink(file) {
   return file.type === "image/png" && png.length <= 2 * jpeg.length ? png : jpeg; // drawings stay sharp
 }
 
+async function textUrl(file) {
+  const name = file.name || "This file";
+  if (file.size > MAX_TEXT_BYTES) throw new Error(`${name} is larger than ${MAX_TEXT_BYTES / 1024} KiB.`);
+  let text;
+  try {
+    text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  } catch {
+    text = "\0";
+  }
+  if (text.includes("\0")) throw new Error(`${name} is no text file, and nothing else that can be attached here.`);
+  return TEXT_URL + encodeURIComponent(text);
+}
+
+const WORDS = { image: "images", audio: "sound", video: "video" };
+const kindOf = (file) => Object.keys(WORDS).find((kind) => file.type.startsWith(`${kind}/`)) ?? "text";
+
 export class Attachments {
-  constructor({ tell }) {
+  constructor({ tell, settings }) {
     this.tell = tell;
+    this.settings = settings;
     this.media = [];
     this.kinds = []; // "image", "audio": those that the model takes
     this.recorder = new Recorder({ take: (files) => this.take(files), tell });
@@ -52,16 +93,15 @@ export class Attachments {
       $("media-file").value = "";
     });
     $("prompt").addEventListener("paste", (event) => {
-      const files = [...event.clipboardData.files].filter((file) =>
-        this.kinds.some((kind) => file.type.startsWith(`${kind}/`)),
-      );
-      if (files.length) {
+      const files = [...event.clipboardData.files],
+        hasText = event.clipboardData.types.includes("text/plain"); // as from a table: the text is meant
+      if (files.length && !(hasText && !files.some((file) => this.kinds.includes(kindOf(file))))) {
         event.preventDefault();
         this.take(files);
       }
     });
     const view = $("view-chat"),
-      files = (event) => this.kinds.length && [...event.dataTransfer.items].some((i) => i.kind === "file");
+      files = (event) => [...event.dataTransfer.items].some((i) => i.kind === "file");
     view.addEventListener("dragover", (event) => {
       if (files(event)) {
         event.preventDefault();
@@ -85,17 +125,19 @@ export class Attachments {
   }
   allow({ vision, audio }) {
     this.kinds = [...(vision ? ["image"] : []), ...(audio ? ["audio"] : [])];
-    const words = { image: "images", audio: "sound" },
-      hint = `Attach ${this.kinds.map((kind) => words[kind]).join(" or ")}`;
-    $("attach").hidden = !this.kinds.length;
-    $("attach").title = hint;
+    const lacking = ["image", "audio"].filter((kind) => !this.kinds.includes(kind)).map((kind) => WORDS[kind]),
+      hint = `Attach ${["text files", ...this.kinds.map((kind) => WORDS[kind])].join(" or ")}`;
+    $("attach").title = lacking.length ? `${hint} (this model takes no ${lacking.join(" and no ")})` : hint;
     $("attach").setAttribute("aria-label", hint);
-    $("media-file").accept = this.kinds.map((kind) => `${kind}/*`).join();
     this.recorder.allow(audio);
   }
-  // A file that says no kind is taken for what the model takes first.
-  url(file) {
-    const kind = this.kinds.find((k) => file.type.startsWith(`${k}/`)) ?? this.kinds[0];
+  async url(file) {
+    const kind = kindOf(file);
+    if (kind === "text") return textUrl(file);
+    if (!this.kinds.includes(kind)) {
+      const takes = ["text files", ...this.kinds.map((other) => WORDS[other])].join(" and ");
+      throw new Error(`${file.name || "This file"}: ${this.settings.model} takes no ${WORDS[kind]}, only ${takes}.`);
+    }
     return kind === "audio" ? soundUrl(file) : shrink(file);
   }
   async take(files) {

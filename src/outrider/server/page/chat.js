@@ -11,7 +11,7 @@ import { WINDOW } from "./store.js";
 const EXAMPLES = [
   "Why is the sky blue?",
   "Write a Python function that reverses a list.",
-  "List ten animals, one a line.",
+  "Explain in simple words what gravity is.",
 ];
 const KEEP = 700; // milliseconds between two savings of an answer that streams
 const SILENT = 5000; // an answer that another window has not saved for so long streams no more
@@ -35,7 +35,6 @@ export class Chat {
     });
     $("system").addEventListener("change", () => {
       this.conversation.system = $("system").value;
-      localStorage.setItem("outrider.system", $("system").value);
       if (this.conversation.messages.size) this.conversation.keepHead();
     });
     const leave = () => {
@@ -180,6 +179,7 @@ export class Chat {
     }
     return {
       resume: busy(() => this.answer({ resume: message })),
+      extend: busy(() => this.answer({ extend: message })),
       retry: busy(() => {
         const tries = conversation.siblings(message).length;
         this.branch(message.parent);
@@ -258,7 +258,7 @@ export class Chat {
     const turns = path
       .slice(first)
       .filter((m) => !m.refused && (m.content || m.media))
-      .map(({ role, content, media }) => ({ role, content: media ? contentParts(content, media) : content }));
+      .map(({ role, content, media }) => ({ role, content: contentParts(content, media ?? []) }));
     return system.trim() ? [{ role: "system", content: system.trim() }, ...turns] : turns;
   }
   // Leave out the oldest turn. False when only the newest question is left.
@@ -271,20 +271,22 @@ export class Chat {
     return true;
   }
 
-  // True when the answer came to its end.
-  async attempt({ tries = 0, resume = null }) {
+  // True when the answer came to its end. resume: an answer that is asked for again; extend: one that goes on behind its
+  // text.
+  async attempt({ tries = 0, resume = null, extend = null }) {
     this.calm();
     const { conversation } = this,
       abort = new AbortController();
-    const path = resume ? conversation.pathTo(resume.parent) : conversation.path;
+    const old = resume ?? extend,
+      path = old ? conversation.pathTo(old.parent) : conversation.path;
     const question = this.bubbles.find((b) => b.message.id === path.at(-1)?.id);
     let complete = false,
       sampling = resume?.sampling ?? this.settings.sampling(tries);
-    const bubble = resume
-      ? this.bubbles.find((b) => b.message.id === resume.id)
+    const bubble = old
+      ? this.bubbles.find((b) => b.message.id === old.id)
       : this.add({ role: "assistant", content: "", reasoning: "", sampling }, path.at(-1)?.id);
     const { message } = bubble;
-    Object.assign(message, { done: false, window: WINDOW, note: "" });
+    Object.assign(message, { done: false, window: WINDOW, note: "", cut: false });
     this.running = abort;
     this.answering = {
       message,
@@ -297,17 +299,23 @@ export class Chat {
     this.answering.keep();
     const beat = setInterval(this.answering.keep, KEEP);
     document.body.classList.add("answering");
-    bubble.start();
+    bubble.start(Boolean(extend));
     this.changed();
     for (;;) {
       try {
-        await this.stream(bubble, { ...sampling, messages: this.sent(path) }, abort.signal);
+        const messages = this.sent(path);
+        if (extend) {
+          messages.push({ role: "assistant", content: message.content });
+          Object.assign(sampling, { continue_final_message: true, add_generation_prompt: false });
+        }
+        await this.stream(bubble, { ...sampling, messages }, abort.signal, Boolean(extend));
         complete = true;
         break;
       } catch (error) {
         if (this.leaving) await new Promise(() => {}); // the page goes, the answer is asked for again by the next
         if (message.content || message.reasoning) {
           const stopped = error.name === "AbortError";
+          message.cut = Boolean(message.content);
           this.close(bubble, stopped ? "stopped" : `interrupted: ${error.message}`);
           if (!stopped) this.tell(error);
           break;
@@ -352,22 +360,22 @@ export class Chat {
 
   // Decoding is a function of the request and its seed: what is asked again after a reload says the same again, so
   // the text that was there stays until the new one has caught up with it.
-  async stream(bubble, request, signal) {
+  async stream(bubble, request, signal, extend = false) {
     const meter = new Meter(),
       { message } = bubble,
       kept = message.content;
     let stats = null,
       finish = null,
       due = false,
-      content = "",
-      reasoning = "";
+      content = extend ? kept : "",
+      reasoning = extend ? (message.reasoning ?? "") : "";
     const caughtUp = () => content.length >= kept.length || !kept.startsWith(content);
     const paint = () => {
       due = false;
       if (!message.done) keepEnd(this.log, () => bubble.show());
       if (meter.tokens) this.panel.show(meter, stats);
     };
-    bubble.behind = Boolean(kept);
+    bubble.behind = Boolean(kept) && !extend;
     this.panel.show(meter, null);
     for await (const chunk of streamChat(request, signal)) {
       const choice = chunk.choices[0],
@@ -398,6 +406,7 @@ export class Chat {
     if (request.outrider.draft_tokens === 0 && stats?.decode_tps) this.baseline.set(stats.decode_tps);
     else this.baseline.soon();
     const speed = stats?.decode_tps ? ` · ${stats.decode_tps.toFixed(1)} tokens/s` : "";
-    this.close(bubble, `${meter.tokens} tokens${speed}${finish === "length" ? " · cut at the limit" : ""}`);
+    message.cut = finish === "length" && Boolean(content);
+    this.close(bubble, `${meter.tokens} tokens${speed}${message.cut ? " · cut at the maximum length" : ""}`);
   }
 }

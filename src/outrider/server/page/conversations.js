@@ -28,7 +28,7 @@ export class Conversations {
     if (open) $("new-chat").focus();
   }
   create() {
-    return new store.Conversation({ system: localStorage.getItem("outrider.system") ?? "" });
+    return new store.Conversation({});
   }
   start() {
     const current = sessionStorage.getItem("outrider.current") ?? localStorage.getItem("outrider.current");

@@ -21,7 +21,7 @@ const restarted = (a, b) =>
 const CHARTS = [
   [{ title: "Generated", unit: "tokens/s", floor: 10 }, rate("new_tokens")],
   [{ title: "Tokens per cycle", unit: "tokens", digits: 2 }, share("accepted", "cycles", 1, 1)],
-  [{ title: "Drafts right", unit: "%", digits: 0, floor: 100 }, share("accepted", "drafted", 100)],
+  [{ title: "Drafts accepted", unit: "%", digits: 0, floor: 100 }, share("accepted", "drafted", 100)],
   [
     { title: "Time to first token", unit: "ms", digits: 0, floor: 50, bridge: true },
     share("ttft_seconds_sum", "ttft_seconds_count", 1000),

@@ -16,6 +16,11 @@ export class Marks {
     this.raw += piece;
     if (piece) this.ends.push([this.raw.length, KINDS[kind] ?? "p"]);
   }
+  // Goes on behind this text, the end of which may have no marks.
+  continue(text) {
+    if (this.raw.length < text.length) this.push(text.slice(this.raw.length), "plain");
+    this.raw = text;
+  }
   // Spans for text[from ...], which stands at `from` + offset in the raw text.
   nodes(text, from) {
     const out = document.createDocumentFragment();

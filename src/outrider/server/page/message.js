@@ -5,7 +5,7 @@ import { Document } from "./markdown.js";
 import { Marks } from "./marks.js";
 
 export class Bubble {
-  // actions: { retry, edit(text), remove, resume }, those that make sense for this message
+  // actions: { retry, edit(text), remove, resume, extend }, those that make sense for this message
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
@@ -34,8 +34,11 @@ export class Bubble {
   }
 
   // ---- while it streams
-  start() {
-    this.marks = new Marks();
+  // extend: the answer goes on behind its text
+  start(extend = false) {
+    const { content, marks } = this.message;
+    this.marks = new Marks(extend ? (marks ?? "") : "");
+    if (extend) this.marks.continue(content);
     this.node.classList.add("running");
     this.foot?.remove();
   }
@@ -74,6 +77,8 @@ export class Bubble {
     buttons.push(copying);
     if (actions.resume && !message.done)
       buttons.push(button("Resume", actions.resume, "Resume: ask for the rest of this answer"));
+    if (actions.extend && message.cut)
+      buttons.push(button("Continue", actions.extend, "Continue this answer where it was cut"));
     if (actions.edit) buttons.push(button("Edit", () => this.edit(), "Edit this message and ask again"));
     if (actions.retry)
       buttons.push(
@@ -108,9 +113,9 @@ export class Bubble {
       make(
         "span",
         { className: "branches", role: "group", "aria-label": `Version ${at + 1} of ${count}` },
-        button(-1, "‹", "The version before"),
+        button(-1, "‹", "Previous version"),
         make("span", {}, `${at + 1}/${count}`),
-        button(1, "›", "The next version"),
+        button(1, "›", "Next version"),
       ),
     );
   }

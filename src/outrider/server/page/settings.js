@@ -1,40 +1,52 @@
-// The sliders, kept in the browser, and the request they make.
+// The settings, kept in the browser, and the request they make.
 import { $ } from "./dom.js";
 
-const SHOW = {
+const SLIDERS = {
   k: (v) => (v < 0 ? "auto" : v === 0 ? "0 (plain)" : String(v)),
-  temperature: (v) => v.toFixed(1),
+  temperature: (v) => String(+v.toFixed(2)),
   "top-p": (v) => (v >= 1 ? "off" : v.toFixed(2)),
-  "max-tokens": String,
+};
+const NUMBERS = ["top-k", "seed", "max-tokens"];
+const SAMPLING = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k" }; // as the server names them
+const SWITCHES = ["auto-plain", "shortcuts"];
+const key = (id) => `outrider.${id === "temperature" ? "chosen.temperature" : id}`; // 0 was stored unasked before
+
+const clamp = (input) => {
+  const value = Math.round(Number(input.value) || 0); // NaN becomes 0
+  input.value = String(Math.min(Number(input.max), Math.max(Number(input.min), value)));
 };
 
 export class Settings {
   constructor() {
     this.models = [];
-    for (const [id, text] of Object.entries(SHOW)) {
-      const input = $(id),
-        saved = localStorage.getItem(`outrider.${id}`);
-      if (saved !== null) input.value = saved;
-      const update = () => {
-        $(`${id}-out`).textContent = text(Number(input.value));
-        input.setAttribute("aria-valuetext", text(Number(input.value)));
-        localStorage.setItem(`outrider.${id}`, input.value);
-      };
-      input.addEventListener("input", update);
-      update();
-    }
-    for (const id of ["top-k", "seed"]) {
-      // numbers; what is none, or out of bounds, becomes the nearest that is in
+    for (const id of Object.keys(SLIDERS)) {
       const input = $(id);
-      input.value = localStorage.getItem(`outrider.${id}`) ?? input.value;
-      const update = () => {
-        input.value = String(
-          Math.min(Number(input.max), Math.max(Number(input.min), Math.round(Number(input.value) || 0))),
-        );
-        localStorage.setItem(`outrider.${id}`, input.value);
+      input.value = localStorage.getItem(key(id)) ?? input.value;
+      input.addEventListener("input", () => {
+        this.show(id);
+        localStorage.setItem(key(id), input.value);
+      });
+      this.show(id);
+    }
+    for (const id of NUMBERS) {
+      const input = $(id);
+      input.value = localStorage.getItem(key(id)) ?? input.value;
+      input.addEventListener("change", () => {
+        clamp(input);
+        localStorage.setItem(key(id), input.value);
+      });
+    }
+    for (const id of SWITCHES) {
+      const input = $(id);
+      const apply = () => {
+        document.body.dataset[id === "shortcuts" ? "shortcuts" : "autoPlain"] = input.checked ? "yes" : "no";
       };
-      input.addEventListener("change", update);
-      update();
+      input.checked = localStorage.getItem(key(id)) !== "no";
+      input.addEventListener("change", () => {
+        localStorage.setItem(key(id), input.checked ? "yes" : "no");
+        apply();
+      });
+      apply();
     }
     const paint = () => {
       document.body.dataset.marks = $("marks").value;
@@ -44,10 +56,6 @@ export class Settings {
     if (["off", "quiet", "full"].includes(marks)) $("marks").value = marks;
     $("marks").addEventListener("change", paint);
     paint();
-    $("auto-plain").checked = localStorage.getItem("outrider.auto-plain") !== "no";
-    $("auto-plain").addEventListener("change", () =>
-      localStorage.setItem("outrider.auto-plain", $("auto-plain").checked ? "yes" : "no"),
-    );
     $("model-choice").addEventListener("change", () => this.choose($("model-choice").value));
     const theme =
       localStorage.getItem("outrider.theme") ??
@@ -58,6 +66,20 @@ export class Settings {
       localStorage.setItem("outrider.theme", next);
       this.theme(next);
     });
+  }
+  show(id) {
+    const text = SLIDERS[id](Number($(id).value));
+    $(`${id}-out`).textContent = text;
+    $(id).setAttribute("aria-valuetext", text);
+  }
+  // The model's own sampling (the server's /props), except for what was chosen here.
+  advise(defaults) {
+    for (const [id, name] of Object.entries(SAMPLING)) {
+      if (localStorage.getItem(key(id)) !== null || typeof defaults[name] !== "number") continue;
+      $(id).value = String(defaults[name]);
+      if (SLIDERS[id]) this.show(id);
+      else clamp($(id));
+    }
   }
   theme(name) {
     document.documentElement.dataset.theme = name;
@@ -89,10 +111,13 @@ export class Settings {
     const drafter = card?.outrider?.drafter?.replace(/(?:[A-Za-z]:)?[/\\]\S*[/\\]/, "");
     $("model").textContent = [this.models.length > 1 ? "" : id, drafter].filter(Boolean).join(" · ");
     $("model").title = $("model").textContent;
-    $("max-tokens").max = Math.min(4096, card?.outrider?.max_context ?? 1024);
+    const context = card?.outrider?.max_context ?? 4096;
+    $("max-tokens").max = String(context);
+    $("max-tokens").title = `Tokens, up to the context of ${context}`;
   }
   get limit() {
-    return Number($("max-tokens").value);
+    const { value, max } = $("max-tokens");
+    return Math.max(1, Math.min(Number(value) || Number(max), Number(max)));
   }
   get drafts() {
     const k = Number($("k").value);
@@ -100,13 +125,11 @@ export class Settings {
   }
   // What is asked for, without the messages.
   sampling(tries = 0, { drafts = this.drafts, limit = this.limit } = {}) {
-    const topP = Number($("top-p").value),
-      topK = Number($("top-k").value);
     return {
       model: this.model,
       temperature: Number($("temperature").value),
-      ...(topP < 1 ? { top_p: topP } : {}),
-      ...(topK > 0 ? { top_k: topK } : {}),
+      top_p: Number($("top-p").value), // 1 and 0 too: left out, the model's own would hold
+      top_k: Number($("top-k").value),
       seed: Number($("seed").value) + tries,
       max_completion_tokens: limit,
       outrider: { stats: true, token_kinds: true, draft_tokens: drafts },

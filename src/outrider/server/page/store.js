@@ -205,7 +205,7 @@ function clean(message) {
   if (!/^\w{1,40}$/.test(id) || !["user", "assistant"].includes(role) || typeof content !== "string") return null;
   const texts = Object.entries({ reasoning, note, refused }).filter(([, value]) => typeof value === "string");
   const shown = (Array.isArray(media) ? media : [])
-    .filter((i) => typeof i?.url === "string" && /^data:(?:image|audio)\//.test(i.url))
+    .filter((i) => typeof i?.url === "string" && /^data:(?:image\/|audio\/|text\/plain[;,])/.test(i.url))
     .map(({ name, url }) => ({ name: String(name ?? ""), url }));
   return {
     id,
