@@ -235,7 +235,8 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         const int qkv_n = l->qkv.n + l->kv.n, heads = qkv_n / a->dim, wide = a->heads * a->dim;
         const float *cos = run->cos[l->rope], *sin = run->sin[l->rope];
         const int half = s->rope_half[l->rope];
-        const int narrow = run->call.narrow && i == run->last_write;
+        const int narrow = run->call.narrow && i == run->last_write, dense = l->down.kind == W_DENSE;
+        const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
         int lo, hi;
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
@@ -267,28 +268,30 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         QActs mixed = run->attn;
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
         attend_phase(pool, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
+        product_ahead(pool, me, &l->out, 0, 1, rows);
         pool_barrier(pool);
         Epilogue to_y = {.how = TO_STORE, .bias = l->out_bias, .out = run->y, .ldo = H};
         to_y.low = shrink(pool, me, run, i * LR_COUNT + LR_OUT, of, &mixed, rows, &low);
         product_phase(pool, me, &l->out, &mixed, rows, &to_y);
+        product_ahead(pool, me, &l->gate_up, 1, dense ? 1 : 2, rows);
         pool_barrier(pool);
         residual_phase(pool, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
 
         QActs mlp = run->mlp_acts;
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
-        const int dense = l->down.kind == W_DENSE;
         Epilogue to_mlp = {.how = TO_GATED, .bias = l->gate_up_bias, .out = run->mlp, .ldo = l->inter, .act = s->act, .quantised = dense ? NULL : &mlp};
         to_mlp.low = shrink(pool, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
         product_phase(pool, me, &l->gate_up, &v.acts, rows, &to_mlp);
+        product_ahead(pool, me, &l->down, 0, 1, rows);
         pool_barrier(pool);
         Epilogue to_down = {.how = TO_STORE, .bias = l->down_bias, .out = run->y, .ldo = H};
         to_down.low = shrink(pool, me, run, i * LR_COUNT + LR_DOWN, of, &mlp, rows, &low);
         product_phase(pool, me, &l->down, &mlp, rows, &to_down);
+        if (next) product_ahead(pool, me, next, 0, 1, rows);
         pool_barrier(pool);
 
         if (l->moe.experts) moe_with_shared_mlp(pool, me, run, &v, &l->moe);
 
-        const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
         if (s->ple) {
             residual_phase(pool, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
             QActs side = run->side_acts;

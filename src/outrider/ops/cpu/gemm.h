@@ -143,3 +143,38 @@ static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs
     }
     if (to->low) lowrank_ahead(*to->low, me, rows);
 }
+
+/* Bytes that a member fetches of its share of the next product before it waits for the others: until the last one arrives, memory would be
+ * idle. 0: none. Other values are for measuring. */
+#ifndef PHASE_AHEAD
+#define PHASE_AHEAD 0
+#endif
+
+/* At most `bytes` of the weight from group g on, into the second-level cache. */
+static void groups_ahead(const Weight *w, int64_t g, int64_t bytes) {
+    if (w->kind == W_PARTS) {
+        const Weight *part = w->data;
+        for (const Weight *last = part + w->dtype; part < last && g >= w_groups(part); part++) g -= w_groups(part);
+        w = part;
+    }
+    if (w->kind == W_DENSE) {
+        const char *at = (const char *)w->data + g * LANES * w->k * (w->dtype == DT_F32 ? 4 : 2);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+        return;
+    }
+    const uint8_t *data = w_data(w, g), *scale = w_scale(w, g);
+    const int64_t all = (int64_t)k_blocks(w->kind) * 64 * k_lines(w->kind), step = (int64_t)k_scale_step(w->kind);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+    for (int64_t i = 0; i < bytes * step / all; i += 64) __builtin_prefetch(scale + i, 0, 2);
+}
+/* The beginning of member me's share of a product whose phase is next but for a barrier. gated, wide: as its epilogue has them. */
+static void product_ahead(const ThreadPool *pool, int me, const Weight *w, int gated, int wide, int rows) {
+    const int64_t most = PHASE_AHEAD;
+    if (most <= 0 || pool->size == 1 || rows > PRIVATE_ROWS || w->n == 0) return;
+    const int n = gated ? w->n / 2 : w->n, units = (n + LANES * wide - 1) / (LANES * wide);
+    const int64_t group = (int64_t)w->k * (w->kind == W_DENSE ? 32 : 9); /* bytes, about */
+    int lo, hi;
+    pool_share(pool, me, units, &lo, &hi);
+    const int64_t share = (int64_t)(hi - lo) * wide * group;
+    for (int up = 0; up <= gated; up++) groups_ahead(w, (int64_t)lo * wide + up * (n / LANES), share < most >> gated ? share : most >> gated);
+}

@@ -23,7 +23,9 @@
 #endif
 
 #define TILE_HEIGHT 16 /* rows of activations in a tile */
+#ifndef AMX_BLOCKS
 #define AMX_BLOCKS 32  /* decoded at a time: 20 KB next to as much of the activations in the first-level cache */
+#endif
 
 typedef struct { /* as LDTILECFG reads it */
     uint8_t palette, start_row, reserved[14];

@@ -32,6 +32,13 @@ INLINE void block_codes(int kind, const uint8_t *data, __m512i *v) {
     }
 }
 
+/* Few rows: bytes from the lines that are multiplied to those that are fetched (0: none; -1: the next group's), and the
+ * level of the caches. Other values are for measuring. */
+#ifndef FEW_ROWS_AHEAD
+#define FEW_ROWS_AHEAD 0
+#define FEW_ROWS_HINT 2
+#endif
+
 INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, lines = k_lines(kind), super = k_blocks(kind);
     const uint8_t *data = w_data(w, g), *scale = w_scale(w, g);
@@ -58,6 +65,11 @@ INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0,
                              while the next group arrives in the second-level cache: the first level has too few places for lines under way */
                 UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(data + ahead + 64 * j, 0, 2);
                 __builtin_prefetch(scale + ahead_scale + 40 * sub, 0, 2);
+            } else if (FEW_ROWS_AHEAD != 0) {
+                const size_t soon = FEW_ROWS_AHEAD < 0 ? ahead : FEW_ROWS_AHEAD;
+                const size_t soon_scale = FEW_ROWS_AHEAD < 0 ? ahead_scale : soon / (64 * lines * super) * k_scale_step(kind);
+                UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(data + soon + 64 * j, 0, FEW_ROWS_HINT);
+                __builtin_prefetch(scale + soon_scale + 40 * sub, 0, FEW_ROWS_HINT);
             }
             const int count = kind == W_Q6K ? 4 : 8; /* steps under one scale */
             UNROLL for (int from = 0; from < 8; from += count) {
