@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,10 @@ class Scripted:
 class Model:
     def __init__(self, name: str, drafter: str) -> None:
         self.llm = LLM.load(name, drafter=drafter, engine=EngineConfig(max_batch=4, max_context=2048))
-        self.running = HttpServer(ServedModel.of(self.llm), ServerSettings(public_name(name), port=0)).running
+        self.server = HttpServer(ServedModel.of(self.llm), ServerSettings(public_name(name), port=0))
+
+    def running(self) -> AbstractContextManager[str]:
+        return running(self.server)
 
     def branch(self, on: bool) -> None:
         """As with --tree 12: whatever pays here, the picture shows branches."""
@@ -113,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     server = Model(args.model, args.drafter) if args.model else Scripted()
     args.out.mkdir(parents=True, exist_ok=True)
-    with running(server) as url, sync_playwright() as p:
+    with server.running() as url, sync_playwright() as p:
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         take(browser, url, server, args.out)
         browser.close()
