@@ -20,16 +20,23 @@ from typing import Any
 
 import httpx
 import pytest
+from tests import tiny
+from tests.lora import write_adapter
+from tests.running import running
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE, until
 
+from outrider import LLM
 from outrider.cluster.ingress import Forward
 from outrider.cluster.replica import Replica
+from outrider.config import EngineConfig
 from outrider.engine.step import Request
+from outrider.models.config import ModelConfig
 from outrider.server.limits import Keys, client_of, prefix_namespace
 from outrider.server.main import HttpServer
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings, read_keys
+from outrider.types import SamplingParams
 
 TOK = tokenizer()
 CHAT = "/v1/chat/completions"
@@ -256,3 +263,100 @@ def test_replicas_of_a_cluster_separate_the_prefixes_of_clients(share: bool) -> 
     first, second, third = [request.namespace for request in engine.seen]
     assert first == third
     assert (first == second == b"") if share else (first != second)
+
+
+PROMPT = "abcabcab" * 6  # the same of all clients: pages in the wrong hands would show as cached tokens
+
+
+@dataclass
+class AdapterClient:
+    """Asks the same of the base model and of every adapter, and knows the right answers."""
+
+    name: str
+    http: httpx.Client
+    texts: dict[str, set[str]]  # by model: an adapter that is replaced meanwhile has two
+    asked: set[str] = field(default_factory=set)
+
+    def ask(self, model: str) -> int | None:
+        """Cached tokens; None if the key is not valid now."""
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {self.name}"}
+        answer = self.http.post("/v1/completions", headers=headers, json=body)
+        if answer.status_code == 401:
+            return None
+        assert answer.status_code == 200, answer.text
+        content = answer.json()
+        assert content["model"] == model
+        assert content["choices"][0]["text"] in self.texts[model], f"{self.name} got another adapter than {model}"
+        cached: int = content["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if model not in self.asked:
+            assert cached == 0, f"{self.name} reads the prefix of another client, or of another adapter than {model}"
+        self.asked.add(model)
+        return cached
+
+
+def test_adapters_and_prefixes_do_not_cross_while_keys_and_weights_change(tmp_path: Path) -> None:
+    tiny.write(tiny.target("qwen3"), tmp_path / "base")
+    config = ModelConfig.from_hf(json.loads((tmp_path / "base" / "config.json").read_text()))
+    for seed, name in enumerate(("a", "b", "first", "second")):
+        write_adapter(config, tmp_path / name, seed=seed, size=0.3)
+    paths = {"a": str(tmp_path / "a"), "b": str(tmp_path / "b"), "c": str(tmp_path / "first")}
+    engine = EngineConfig(max_batch=6, max_context=256)
+    llm = LLM.load(
+        str(tmp_path / "base"), drafter="ngram", device="cpu", ops="cpu", threads=1, draft_tokens=3,
+        max_adapters=4, adapters={**paths, "other": str(tmp_path / "second")}, engine=engine,
+    )  # fmt: skip
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    alone = {name: llm.generate(PROMPT, greedy, adapter=name)[0].text for name in (None, *paths, "other")}
+    assert len(set(alone.values())) == 5, "an answer tells its adapter"
+    texts = {
+        "tiny": {alone[None]},
+        "tiny:a": {alone["a"]},
+        "tiny:b": {alone["b"]},
+        "tiny:c": {alone["c"], alone["other"]},
+    }
+
+    keys_file = tmp_path / "keys"
+    keys_file.write_text("\n".join(NAMES))
+    settings = ServerSettings(
+        "tiny", port=0, runtime_adapters=True, api_keys=read_keys(None, keys_file), api_key_file=keys_file
+    )
+    server = HttpServer(ServedModel.of(llm), settings)
+    keys: Keys = server.app.state.server.keys
+    wrong: list[BaseException] = []
+    over = threading.Event()
+
+    def work(client: AdapterClient) -> None:
+        try:
+            while not over.is_set():
+                for model in texts:
+                    client.ask(model)
+        except BaseException as error:
+            wrong.append(error)
+
+    with running(server) as url, httpx.Client(base_url=url, timeout=PATIENCE) as http:
+        clients = {name: AdapterClient(name, http, texts) for name in NAMES}
+        for (
+            client
+        ) in clients.values():  # one after the other: what the first leaves in the cache is the others' to miss
+            for model in texts:
+                client.ask(model)
+        threads = [threading.Thread(target=work, args=(client,)) for client in clients.values()]
+        for thread in threads:
+            thread.start()
+        try:
+            for number, valid in enumerate(EDITS):
+                keys_file.write_text("\n".join(valid))
+                keys.reload()
+                path = tmp_path / ("second" if number % 2 == 0 else "first")
+                body = {"lora_name": "c", "lora_path": str(path), "load_inplace": True}
+                headers = {"Authorization": f"Bearer {valid[0]}"}
+                assert http.post("/v1/load_lora_adapter", headers=headers, json=body).status_code == 200
+                for name in NAMES:
+                    cached = clients[name].ask("tiny:a")
+                    assert cached is None if name not in valid else cached, f"{name} lost its prefix"
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(PATIENCE)
+    assert not wrong, wrong
