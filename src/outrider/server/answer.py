@@ -78,7 +78,7 @@ class ToolCall:
 
 @dataclass
 class Delta:
-    """What one event adds to a choice."""
+    """Increment of a choice by one event."""
 
     parts: list[OutputPart] = field(default_factory=list)
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
@@ -129,8 +129,9 @@ class AnswerChoice:
             self.stopped_by = (event.stopped_by or last) if self.finish == "stop" else None
         elif self._one_call and parser.calls > 1:
             self.finish = "tool_calls"
-        kept = [p for p in parts if p.index == 0 or p.kind not in ("call", "args")] if self._one_call else parts
-        delta = Delta(join(kept), list(zip(tokens, event.logprobs or ())), ids=tokens)
+        if self._one_call:
+            parts = [p for p in parts if p.index == 0 or p.kind not in ("call", "args")]
+        delta = Delta(join(parts), list(zip(tokens, event.logprobs or ())), ids=tokens)
         if self._pieces is not None:
             tree = event.tree
             shown = self._pieces
@@ -192,14 +193,17 @@ class Answer:
         return all(c.finish is not None for c in self.choices)
 
     @property
-    def kept(self) -> list[AnswerChoice]:
-        """Of each prompt's answers the likeliest, by the mean of their tokens' log-probabilities."""
-        keep = self.job.body.n or 1
-        of = self.job.candidates
-        if keep == of:
+    def likeliest(self) -> list[AnswerChoice]:
+        """The `n` likeliest answers of each prompt, by the mean of their tokens' log-probabilities."""
+        num_wanted = self.job.body.n or 1
+        num_candidates = self.job.candidates
+        if num_wanted == num_candidates:
             return self.choices
-        groups = [self.choices[i : i + of] for i in range(0, len(self.choices), of)]
-        return [c for group in groups for c in sorted(group, key=lambda c: -c.mean_logprob)[:keep]]
+        out: list[AnswerChoice] = []
+        for start in range(0, len(self.choices), num_candidates):
+            candidates = self.choices[start : start + num_candidates]
+            out += sorted(candidates, key=lambda c: -c.mean_logprob)[:num_wanted]
+        return out
 
     @property
     def prompt_tokens(self) -> int:
@@ -224,8 +228,8 @@ class Answer:
         wanted = self.job.body.alternatives
         if wanted is None:
             return []
-        told = [(t, table) for t, table in scored if table is not None]
-        return [{**self.token(t, table[t]), "top_logprobs": self.top(table, wanted)} for t, table in told]
+        known = [(t, table) for t, table in scored if table is not None]
+        return [{**self.token(t, table[t]), "top_logprobs": self.top(table, wanted)} for t, table in known]
 
     def top(self, table: dict[int, float], wanted: int) -> list[Json]:
         return [self.token(t, v) for t, v in sorted(table.items(), key=lambda item: -item[1])[:wanted]]
@@ -272,7 +276,7 @@ class Wire(Protocol):
 
 
 def encoded(value: object) -> bytes:
-    """As JSON, large lists in pieces: the encoder holds the interpreter until one call of it is done."""
+    """Encodes as JSON, large lists in pieces: the encoder holds the interpreter until one call of it is done."""
     return "".join(_pieces(value, 5)).encode()
 
 
@@ -303,7 +307,7 @@ def arguments_of(text: str) -> object:
     """A call's arguments as an object that JSON can say: null for NaN, a ? for a lone surrogate. Of a call that was
     cut off, nothing is known."""
     try:
-        found = json.loads(text or "{}", parse_constant=lambda word: None)
-        return json.loads(json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+        arguments = json.loads(text or "{}", parse_constant=lambda word: None)
+        return json.loads(json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return {}

@@ -106,7 +106,7 @@ def _image_url(source: Mapping[str, object]) -> str:
 
 
 def _text(content: str | list[ContentBlock]) -> str:
-    """Of a tool's result or the system's text. A picture that a tool took is named, and the conversation goes on."""
+    """Text of a tool's result or of the system. A picture that a tool took is named, and the conversation goes on."""
     if isinstance(content, str):
         return content
     return "".join(b.text or "" if b.type == "text" else f"[{b.type[:40]}: can't be read here]" for b in content)
@@ -215,7 +215,7 @@ def _ended(one: AnswerChoice) -> Json:
 
 
 def _usage(answer: Answer) -> Json:
-    """What was in the cache is not among the input tokens there."""
+    """Counts of tokens. Cached ones are not among the input tokens there."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "output_tokens": answer.new_tokens,

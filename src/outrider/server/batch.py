@@ -188,8 +188,8 @@ class BatchFile:
             finished = results.finished()
             strange = finished.difference(known)
             others = "other requests, of another model or of another --seed"
-            told = f"{self.out} holds results of {others} ({min(strange, default='')}): choose another --out"
-            require(not strange, told)
+            example = min(strange, default="")
+            require(not strange, f"{self.out} holds results of {others} ({example}): choose another --out")
             progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
             names: dict[str, int] = {}
             for line in read_lines(self.source, salt) if finished else ():
@@ -200,18 +200,20 @@ class BatchFile:
             fresh = (line for line in read_lines(self.source, salt) if line.id not in finished)
 
             async def checked(line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
-                asked = body.get("model")
-                if isinstance(asked, str) and asked not in ("", self.model):
-                    message = f"The model '{asked[:100]}' does not exist; this run has '{self.model}'."
+                model = body.get("model")
+                if isinstance(model, str) and model not in ("", self.model):
+                    message = f"The model '{model[:100]}' does not exist; this run has '{self.model}'."
                     raise ApiError(404, message, "model", "model_not_found")
                 return await answer(line, url, body)
 
-            async with aclosing(answer_lines(fresh, names, self.seed, checked, most)) as found:
-                async for rows in found:
+            results_of_lines = answer_lines(fresh, names, self.seed, answer=checked, most=most)
+            async with aclosing(results_of_lines) as batches_of_rows:
+                async for rows in batches_of_rows:
                     results.append(rows)
                     progress.done += len(rows)
                     for row in rows:
-                        if (body := answered_body(row)) is None:
+                        body = answered_body(row)
+                        if body is None:
                             progress.failed += 1
                         else:
                             progress.new_tokens += int(body["usage"]["completion_tokens"])
@@ -229,14 +231,14 @@ async def _result(line: BatchLine, names: dict[str, int], seed: int, answer: Ans
         names[custom_id] = line.number
         if body.get("stream"):
             raise bad("A batch can't stream; drop 'stream'.", "stream")
-        status, told = await answer(line, url, seeded(body, seed, custom_id))
+        status, answer_body = await answer(line, url, seeded(body, seed, custom_id))
     except BadLine as e:
         error = {"code": e.code, "message": f"Line {line.number}: {e}"}
         return {"id": line.id, "custom_id": custom_id or e.custom_id, "response": None, "error": error}
     except ApiError as e:
         status = e.status
-        told = e.body()
-    response = {"status_code": status, "request_id": line.id, "body": told}
+        answer_body = e.body()
+    response = {"status_code": status, "request_id": line.id, "body": answer_body}
     return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
 
 
@@ -260,14 +262,14 @@ def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
 
 
 async def offline_answer(server: Server, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
-    told = await answered(server, "", line, url, body)
-    kept = "results so far are kept, start again to go on"
-    require(server.pool.healthy, f"the engine failed {MAX_FAILURES} times in a row; {kept}")
-    return told
+    result = await answered(server, line, url, body, client="")
+    advice = "results so far are kept, start again to go on"
+    require(server.pool.healthy, f"the engine failed {MAX_FAILURES} times in a row; {advice}")
+    return result
 
 
 async def answered(
-    server: Server, client: str, line: BatchLine, url: str, body: Json, time_limit: float | None = None
+    server: Server, line: BatchLine, url: str, body: Json, *, client: str, time_limit: float | None = None
 ) -> tuple[int, Json]:
     """Answer a line as if the client had sent it itself. `time_limit`: seconds for each of its phases, instead of the
     server's."""
@@ -279,8 +281,9 @@ async def answered(
     scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers, "state": state}
     while True:
         request = Request(scope, receiving(raw, asyncio.Event()))
-        if (told := await server.completed(request, OpenAIWire(ROUTES[url]))) is not None:
-            return told
+        result = await server.completed(request, OpenAIWire(ROUTES[url]))
+        if result is not None:
+            return result
         await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
 
 
@@ -289,7 +292,8 @@ def receiving(body: bytes, gone: asyncio.Event) -> Receive:
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
-        if (message := next(messages, None)) is not None:
+        message = next(messages, None)
+        if message is not None:
             return message
         await gone.wait()
         return {"type": "http.disconnect"}
@@ -343,7 +347,7 @@ class WorkerPool:
 
 
 def seeded(body: Json, seed: int, custom_id: str) -> Json:
-    """With a seed made from the run's and the line's name, where it has none."""
+    """Adds a seed if the body has none, from the run's seed and the line's custom_id."""
     if body.get("seed") is not None:
         return body
     digest = hashlib.sha256(f"{seed} {custom_id}".encode("utf-8", "replace")).digest()

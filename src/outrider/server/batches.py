@@ -145,10 +145,10 @@ class Batches(ClientStore[Batch]):
         except asyncio.CancelledError:
             batch.become("cancelled")
         except Exception as e:
-            told = isinstance(e, OutriderError | ApiError)
-            batch.error = str(e) if told else INTERNAL
+            is_ours = isinstance(e, OutriderError | ApiError)
+            batch.error = str(e) if is_ours else INTERNAL
             batch.become("failed")
-            log.error("%s failed: %s", batch.id, e if told else where(e))
+            log.error("%s failed: %s", batch.id, e if is_ours else where(e))
 
     def _record(self, batch: Batch, row: Json) -> None:
         fine = answered_body(row) is not None
@@ -179,4 +179,4 @@ class Batches(ClientStore[Batch]):
         if url != batch.request.endpoint:
             raise BadLine("mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.")
         body = {"priority": LAST, **body}
-        return await answered(self._server, batch.client, line, url, body, time_limit=WINDOW_S)
+        return await answered(self._server, line, url, body, client=batch.client, time_limit=WINDOW_S)

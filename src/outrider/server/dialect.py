@@ -144,6 +144,6 @@ class Infill:
         for names in MARKS:
             first, second, third = (known(name) for name in names)
             if first is not None and second is not None and third is not None:
-                ends = [i for name in ENDS if (i := known(name)) is not None]
+                ends = [token for token in map(known, ENDS) if token is not None]
                 return cls((first, second, third), (first, second, third, *ends))
         return None

@@ -66,7 +66,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def body_for(self, path: str) -> dict[str, object]:
-        """As the clients of a route read errors: Ollama's, Anthropic's, else OpenAI's."""
+        """The error in the shape of a route's clients: Ollama's, Anthropic's, else OpenAI's."""
         if path.startswith("/api/"):
             return {"error": self.message}
         if path.startswith("/v1/messages"):
@@ -85,17 +85,17 @@ class ApiError(Exception):
 class ContextOverflow(ApiError):
     """A prompt that does not fit the context, in the wording that makes clients and agents shorten it."""
 
-    def __init__(self, tokens: int, most: int, context: int, field: str, at_least: bool = False) -> None:
+    def __init__(self, tokens: int, *, field: str, most: int, context: int, at_least: bool = False) -> None:
         """most: tokens a prompt may have. at_least: the text was not tokenised to its end."""
         self._tokens = tokens
         self._most = most
-        told = f"your {field} resulted in {'at least ' if at_least else ''}{tokens} tokens"
+        size = f"your {field} resulted in {'at least ' if at_least else ''}{tokens} tokens"
         advice = f"Please reduce the length of the {field}; at most {most} tokens are left for it."
-        message = f"This model's maximum context length is {context} tokens. However, {told}. {advice}"
-        super().__init__(400, message, field, "context_length_exceeded")
+        message = f"This model's maximum context length is {context} tokens. However, {size}. {advice}"
+        super().__init__(400, message, param=field, code="context_length_exceeded")
 
     def body_for(self, path: str) -> dict[str, object]:
-        """As Anthropic words it, for its clients."""
+        """The error in Anthropic's wording for its clients."""
         if path.startswith("/v1/messages"):
             self.message = f"prompt is too long: {self._tokens} tokens > {self._most} maximum"
         return super().body_for(path)
@@ -107,7 +107,7 @@ def where(error: BaseException) -> str:
 
 
 def api_error(error: Exception, request_id: str) -> ApiError:
-    """What a request's sender learns of an error. One that is not the request's fault is logged."""
+    """Maps an exception to the error that the client sees. One that is not the request's fault is logged."""
     if isinstance(error, ApiError):
         return error
     log.error("unexpected, in request %s: %s", request_id, where(error))
@@ -115,7 +115,7 @@ def api_error(error: Exception, request_id: str) -> ApiError:
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param, code)
+    return ApiError(400, message, param=param, code=code)
 
 
 def bad_if(wrong: object, message: str, param: str | None = None) -> None:
@@ -148,7 +148,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def read(raw: bytes, parse: Callable[[bytes], T], mend: bool = True) -> T:
-    """What `parse` makes of a body; what is wrong with it as an answer for its sender. mend: lone surrogates."""
+    """Parses a body; an error of it becomes an `ApiError`. mend: replace lone surrogates and try again."""
     check_size(raw)
     error: ApiError | None
     try:
@@ -188,7 +188,7 @@ def check_size(raw: bytes) -> None:
 
 
 def _mended(raw: bytes) -> bytes:
-    """With a ? for each lone surrogate: what is left of an emoji where a client has cut a text in two."""
+    """Replaces each lone surrogate by a ?: half of an emoji, where a client has cut a text in two."""
     try:
         return json.dumps(json.loads(raw.removeprefix(MARK)), ensure_ascii=False).encode("utf-8", "replace")
     except (ValueError, RecursionError):

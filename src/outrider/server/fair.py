@@ -129,8 +129,11 @@ class FairGate:
         self._serve()
 
     def _serve(self) -> None:
-        while (taken := self._waiting.take(self._may)) is not None:
-            client, turn = taken
+        while True:
+            first = self._waiting.take(self._may)
+            if first is None:
+                return
+            client, turn = first
             if not turn.done():
                 self._held.setdefault(client, []).append(time.monotonic())
                 turn.set_result(None)
@@ -169,13 +172,13 @@ class TurnQueue(FairGate):
         super().release(client)
 
     def _may(self, client: str) -> bool:
-        mine = len(self._held.get(client, ()))
-        if not mine:
+        num_held = len(self._held.get(client, ()))
+        if num_held == 0:
             return self._all_held < self._places + SPARE
         now = time.monotonic()
         self._seen = {c: t for c, t in self._seen.items() if now - t < RECENT_S}
         about = len({client, *self._held, *self._waiting.clients, *self._seen})
-        return self._all_held < self._places and mine < max(1, self._places // about)
+        return self._all_held < self._places and num_held < max(1, self._places // about)
 
 
 Piece = tuple[Callable[[], object], asyncio.Future[object]]  # work for a thread, and the future of its result
@@ -224,11 +227,11 @@ class FairExecutor:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             with self._lock:
-                taken = self._waiting.take(lambda client: client not in self._busy)
-                if taken is None:
+                next_piece = self._waiting.take(lambda client: client not in self._busy)
+                if next_piece is None:
                     self._idle += 1
                     return
-                client, (work, answer) = taken
+                client, (work, answer) = next_piece
                 self._busy.add(client)
             result: object = None
             error: BaseException | None = None
@@ -244,7 +247,7 @@ class FairExecutor:
                 self._busy.remove(client)
                 self._done.append((answer, result, error))
                 first = len(self._done) == 1
-            del taken, work, answer, result, error  # a body may be megabytes
+            del next_piece, work, answer, result, error  # a body may be megabytes
             if first:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
                     loop.call_soon_threadsafe(self._tell)
@@ -268,7 +271,7 @@ Lane = Literal["short", "long", "media"]
 
 
 def lanes(threads: int, most_waiting: int) -> dict[Lane, FairExecutor]:
-    """Of work that would block the event loop: reading bodies, tokenising. Long work has a thread of its own, and so
-    have images and sound, whose threads mostly wait for decoding processes."""
-    of: dict[Lane, int] = {"short": threads, "long": 1, "media": 8}
-    return {lane: FairExecutor(n, most_waiting, f"outrider-reader-{lane}") for lane, n in of.items()}
+    """Executors for work that would block the event loop: reading bodies, tokenising. Long work has its own thread;
+    images and sound have several, which mostly wait for decoding processes."""
+    num_threads: dict[Lane, int] = {"short": threads, "long": 1, "media": 8}
+    return {lane: FairExecutor(n, most_waiting, f"outrider-reader-{lane}") for lane, n in num_threads.items()}

@@ -93,7 +93,7 @@ def _from_lark(text: str) -> str:
 
 
 def compiler_error(text: str) -> str:
-    """What the compiler says against a grammar in Lark; empty if it takes it."""
+    """The compiler's complaint about a grammar in Lark; empty if it takes the grammar."""
     import llguidance
 
     try:

@@ -62,7 +62,7 @@ class Admission:
 
     @contextmanager
     def enter(self, sequences: int, client: str = "") -> Iterator[None]:
-        mine = self._of.get(client, 0)
+        num_own = self._of.get(client, 0)
         if self.closing:
             raise shutting_down()
         if sequences > self.most:
@@ -71,15 +71,15 @@ class Admission:
             message = f"The server is full ({self.in_flight} of {self.most} sequences in flight)."
             wait = self._estimate.until_free(self.in_flight + sequences - self.most)
             raise ApiError(429, message, retry_after=wait, code="server_full")
-        if mine and mine + sequences > self.share:
-            held = f"This client has {mine} of the server's {self.most} sequences in flight"
+        if num_own > 0 and num_own + sequences > self.share:
+            count = f"This client has {num_own} of the server's {self.most} sequences in flight"
             # others' places don't help it
-            wait = self._estimate.until_free((mine + sequences - self.share) * self.in_flight // mine)
-            raise ApiError(429, f"{held}; {self.share} are its share.", retry_after=wait, code="client_full")
+            wait = self._estimate.until_free((num_own + sequences - self.share) * self.in_flight // num_own)
+            raise ApiError(429, f"{count}; {self.share} are its share.", retry_after=wait, code="client_full")
         self.in_flight += sequences
         entered = self.in_flight
         began = time.monotonic()
-        self._of[client] = mine + sequences
+        self._of[client] = num_own + sequences
         try:
             yield
         finally:
@@ -164,8 +164,8 @@ class RequestGuard:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get("x-request-id", "")
-        id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = headers.get("x-request-id", "")
+        id = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
         root = scope.get("root_path", "")  # what a proxy serves us under
         path = scope["path"].removeprefix(root)
@@ -203,8 +203,9 @@ class RequestGuard:
                     why = state.get("refusal", "refused")
                     log.info("refused: id %s, route %s %s, %d %s", id, scope["method"], shown, status, why)
                 warning = state.get("warning")
-                told = [] if warning is None else [(b"x-outrider-warning", warning.encode("latin-1", "replace"))]
-                extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *told, *cross)
+                extra = [*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross]
+                if warning is not None:
+                    extra.append((b"x-outrider-warning", warning.encode("latin-1", "replace")))
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif head:
                 message = {**message, "body": b""}
@@ -256,10 +257,10 @@ class RequestGuard:
     def _own(self, name: str) -> bool:
         """A name that no page elsewhere can have pointed to this machine (DNS rebinding): an address, this machine's
         name, one in no domain, or one that was named to us."""
-        own = socket.gethostname().lower()
+        machine = socket.gethostname().lower()
         with suppress(ValueError):
             return bool(ip_address(name))
-        return "." not in name or name in (own, f"{own}.local", *self._settings.trusted_hosts)
+        return "." not in name or name in (machine, f"{machine}.local", *self._settings.trusted_hosts)
 
     def _may_call(self, origin: str) -> bool:
         allowed = self._settings.allowed_origins
@@ -287,13 +288,13 @@ class RequestGuard:
         """The client, by its key; None if there are no keys or none is needed."""
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
-        who = self._keys.find(given.encode("latin-1").strip())
-        if who is None:
+            key = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        client = self._keys.find(key.encode("latin-1").strip())
+        if client is None:
             raise ApiError(401, "A valid API key is needed: send 'Authorization: Bearer KEY'.", code="invalid_api_key")
-        return who
+        return client
 
 
 def _hostname(host: str) -> str:
@@ -305,7 +306,7 @@ def _hostname(host: str) -> str:
 
 def local_origin(origin: str) -> bool:
     """A page that this machine serves, on any port, or one of a program that runs here: an editor, a desktop app."""
-    scheme, _, rest = origin.partition("://")
+    scheme, _, host = origin.partition("://")
     if scheme in LOCAL_SCHEMES:
-        return bool(rest)
-    return scheme in ("http", "https") and _hostname(rest) in LOOPBACK
+        return bool(host)
+    return scheme in ("http", "https") and _hostname(host) in LOOPBACK

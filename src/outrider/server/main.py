@@ -93,16 +93,16 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named as TCP, so that asyncio lets small parts of an answer go at once; else each answer waits 40 ms for its
     # reader's ACK.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
-        made.listen(BACKLOG)  # so that a second server on this port fails now, too
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # so that a second server on this port fails now, too
     except OSError as e:
-        made.close()
+        listener.close()
         advice = "choose another --port or --host"
         raise OutriderError(f"cannot listen on {host}:{port}: {e.strerror or e}; {advice}") from None
-    return made
+    return listener
 
 
 def address(settings: ServerSettings, listener: socket.socket) -> str:

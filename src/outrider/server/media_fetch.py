@@ -33,8 +33,9 @@ class MediaKind:
     accept: str
 
 
-IMAGE = MediaKind("image", "images are", "data:image/png;base64,...", "image/*")
-SOUND = MediaKind("sound", "sound is", "data:audio/wav;base64,...", "audio/*")
+READ_BYTES = 1 << 16
+IMAGE = MediaKind(noun="image", subject="images are", example="data:image/png;base64,...", accept="image/*")
+SOUND = MediaKind(noun="sound", subject="sound is", example="data:audio/wav;base64,...", accept="audio/*")
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,20 @@ class Address:
 
 
 def addresses(host: str, port: int) -> list[str]:
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(socket_address[0]) for *_, socket_address in infos]
 
 
 def public(address: str) -> bool:
     """No private, loopback, link-local, multicast or reserved address, nor one of these inside an IPv6 address."""
-    found = ip_address(address.partition("%")[0])
-    if isinstance(found, IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo[1] if found.teredo else None)
+    ip = ip_address(address.partition("%")[0])
+    if isinstance(ip, IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if inner is not None:
             return inner.is_global and not inner.is_multicast
-        if found in TO_IPV4:
+        if ip in TO_IPV4:
             return False
-    return found.is_global and not found.is_multicast
+    return ip.is_global and not ip.is_multicast
 
 
 def fetch(url: str, hosts: str, kind: MediaKind) -> bytes:
@@ -120,12 +122,14 @@ def _get(address: Address, ip_address: str, kind: MediaKind, deadline: float) ->
             message = f"cannot fetch the {kind.noun} from {host[:80]}: status {response.status}{redirect}"
             raise OutriderError(message)
         body = bytearray()
-        while part := response.read1(1 << 16):
+        while True:
+            part = response.read1(READ_BYTES)
+            if not part:
+                return bytes(body)
             body += part
             require(len(body) <= MAX_BYTES, f"the {kind.noun} from {host[:80]} has more than {MAX_BYTES:,} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
             raw.settimeout(seconds_left())
-        return bytes(body)
     finally:
         connection.close()

@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Of the checkpoint, whether it is loaded or not. Empty fields: not known."""
+    """Description of a checkpoint, whether it is loaded or not. Empty fields: not known."""
 
     family: str = ""
     format: str = ""  # gguf | safetensors
@@ -71,7 +71,7 @@ class ModelInfo:
 
     @classmethod
     def named(cls, model: str) -> ModelInfo:
-        """Of a model that was loaded by this name."""
+        """Description of the model that was loaded by this name."""
         try:
             files = hub.resolve(model)
             config = model_config(files)
@@ -102,7 +102,7 @@ UNKNOWN = ModelInfo()
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the server needs of a loaded model."""
+    """Parts of a loaded model that the server uses."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -195,7 +195,7 @@ def ollama_tag(slot: PoolSlot, started: int) -> Json:
 
 
 def ollama_loaded(slot: PoolSlot, started: int) -> Json:
-    """Of /api/ps. `size_vram` is what Ollama calls the memory that weights and K/V take."""
+    """An entry of /api/ps. `size_vram` is Ollama's name for the memory of weights and K/V."""
     tag = {**ollama_tag(slot, started), "size": slot.size, "size_vram": slot.size}
     return {**tag, "expires_at": NEVER, "context_length": slot.max_context}
 

@@ -110,10 +110,10 @@ class PoolSlot:
         names = self.adapters.paths if self.adapters is not None else {}
         if name is None or name == self.name or not names:
             return None
-        asked = name.removeprefix(self.name + ":")
-        if asked in names:
-            return asked
-        if asked != name and asked != "latest":
+        adapter = name.removeprefix(self.name + ":")
+        if adapter in names:
+            return adapter
+        if adapter != name and adapter != "latest":
             there = ", ".join(f"'{self.name}:{known}'" for known in names)
             message = f"The model '{name[:100]}' does not exist; this server has '{self.name}' and {there}."
             raise ApiError(404, message, "model", "model_not_found")
@@ -242,16 +242,16 @@ class ModelPool:
         """The model, loaded; it stays loaded until it is released."""
         if slot.model is not None and self.ready(slot):
             return self._lend(slot, slot.model)
-        mine = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), time.monotonic())
-        self._waiting.append(mine)
+        waiting = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._waiting.append(waiting)
         self._tend()
         try:
-            return await mine.turn
+            return await waiting.turn
         except asyncio.CancelledError:
-            if mine.turn.done() and not mine.turn.cancelled() and mine.turn.exception() is None:
+            if waiting.turn.done() and not waiting.turn.cancelled() and waiting.turn.exception() is None:
                 self.release(slot)
-            elif mine in self._waiting:
-                self._waiting.remove(mine)
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
                 self._tend()  # others may have stood behind it
             raise
 
@@ -328,10 +328,10 @@ class ModelPool:
             self._tend()
 
     def _turns(self, slot: PoolSlot) -> list[asyncio.Future[LoadedModel]]:
-        """Of the calls that wait for this model, which leave the queue."""
-        mine = [w.turn for w in self._waiting if w.slot is slot and not w.turn.done()]
+        """Removes the calls that wait for this model from the queue; their turns."""
+        turns = [w.turn for w in self._waiting if w.slot is slot and not w.turn.done()]
         self._waiting = [w for w in self._waiting if w.slot is not slot]
-        return mine
+        return turns
 
     async def _unload(self, slot: PoolSlot, model: LoadedModel) -> None:
         await model.stop()
@@ -348,15 +348,15 @@ def total(counted: Sequence[Metrics]) -> Metrics:
     out = Metrics()
     for metrics in counted:
         for f in fields(Metrics):
-            mine = getattr(out, f.name)
+            sum_so_far = getattr(out, f.name)
             other = getattr(metrics, f.name)
-            if isinstance(mine, dict):
+            if isinstance(sum_so_far, dict):
                 for key, value in list(other.items()):
-                    mine[key] = mine.get(key, 0) + value
-            elif isinstance(mine, list):
-                setattr(out, f.name, [a + b for a, b in zip(mine, other)])
+                    sum_so_far[key] = sum_so_far.get(key, 0) + value
+            elif isinstance(sum_so_far, list):
+                setattr(out, f.name, [a + b for a, b in zip(sum_so_far, other)])
             else:
-                setattr(out, f.name, mine + other)
+                setattr(out, f.name, sum_so_far + other)
     return out
 
 

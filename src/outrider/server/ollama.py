@@ -72,9 +72,9 @@ class ShowBody(Lenient):
 
 
 def asks_nothing(raw: bytes) -> bool:
-    """Of a body that is one of the two; what is wrong with another is found where that is read."""
-    given = loaded(raw)
-    return isinstance(given, dict) and not any(given.get(name) for name in ("prompt", "messages", "images", "suffix"))
+    """True for a body without a prompt or a message. Errors of other bodies are found where they are read."""
+    body = loaded(raw)
+    return isinstance(body, dict) and not any(body.get(name) for name in ("prompt", "messages", "images", "suffix"))
 
 
 def untagged(name: str | None) -> str | None:
@@ -111,8 +111,9 @@ def parse_chat(raw: bytes) -> ChatRequest:
     body = ChatBody.model_validate_json(raw)
     messages: list[Json] = []
     for i, m in enumerate(body.messages):
-        made = enumerate(m.tool_calls or [])
-        calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.get("function")} for j, c in made]
+        calls: list[Json] = []
+        for j, call in enumerate(m.tool_calls or []):
+            calls.append({"id": f"call_{i}_{j}", "type": "function", "function": call.get("function")})
         said = {"role": m.role, "content": with_media(m.content or "", m.images), "tool_calls": calls or None}
         messages.append({**said, "tool_call_id": "", "name": m.tool_name})
     return OllamaChat.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
@@ -127,8 +128,9 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
         common = _common(body)
         common.pop("reasoning_effort", None)
         bad_if(common.get("logprobs"), "logprobs can't be had with raw or suffix here.", "logprobs")
-        given = {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
-        return OllamaCompletion.model_validate(given)
+        return OllamaCompletion.model_validate(
+            {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
+        )
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": with_media(body.prompt, body.images)}]
     return OllamaChat.model_validate({**_common(body), "messages": messages})
@@ -138,10 +140,12 @@ def _common(body: OllamaRequest) -> Json:
     out: Json = {"model": untagged(body.model), "stream": body.stream is not False}
     options = body.options or {}
     out |= {name: options[name] for name in OPTIONS if options.get(name) is not None}
-    if (limit := options.get("num_predict")) is not None:
+    limit = options.get("num_predict")
+    if limit is not None:
         out["max_tokens"] = -1 if isinstance(limit, int) and limit <= 0 else limit
     if body.logprobs:
-        out["logprobs"], out["top_logprobs"] = True, body.top_logprobs
+        out["logprobs"] = True
+        out["top_logprobs"] = body.top_logprobs
     if body.format == "json":
         out["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, str) and body.format:
@@ -168,7 +172,7 @@ class OllamaWire(Wire):
     def whole(self, answer: Answer) -> Json:
         one = answer.choices[0]
         self._logprobs = answer.entries(one.logprobs)
-        return {**self._line(answer.model, one.content, one.reasoning, one.calls), **self._end(answer)}
+        return {**self._line(answer.model, one.content, thought=one.reasoning, calls=one.calls), **self._end(answer)}
 
     def delta(self, answer: Answer, choice: AnswerChoice, delta: Delta) -> str:
         self._logprobs += answer.entries(delta.logprobs)
@@ -177,9 +181,9 @@ class OllamaWire(Wire):
             if part.kind == "content":
                 lines.append(self._line(answer.model, part.text))
             elif part.kind == "reasoning":
-                lines.append(self._line(answer.model, "", part.text))
+                lines.append(self._line(answer.model, thought=part.text))
         if choice.finish and choice.calls:
-            lines.append(self._line(answer.model, "", "", choice.calls))
+            lines.append(self._line(answer.model, calls=choice.calls))
         return "".join(_dumped({**line, "done": False}) for line in lines)
 
     def closing(self, answer: Answer) -> str:
@@ -193,8 +197,9 @@ class OllamaWire(Wire):
         return {**self._line(model), "done": True, "done_reason": "load"}
 
     def _line(self, model: str, text: str = "", thought: str = "", calls: Sequence[ToolCall] = ()) -> Json:
-        told = [{"function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls]
-        more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": told} if told else {})}
+        more: Json = {"thinking": thought} if thought else {}
+        if calls:
+            more["tool_calls"] = [{"function": {"name": c.name, "arguments": arguments_of(c.arguments)}} for c in calls]
         logprobs = self._logprobs
         self._logprobs = []
         head = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}

@@ -32,7 +32,7 @@ class OpenAIWire(Wire):
 
     def whole(self, answer: Answer) -> Json:
         job = answer.job
-        choices = [self._whole_choice(answer, i, c) for i, c in enumerate(answer.kept)]
+        choices = [self._whole_choice(answer, i, c) for i, c in enumerate(answer.likeliest)]
         out: Json = {**self._head(answer), "choices": choices, "usage": usage(answer)}
         if self._chat:
             out |= _of_prompt(answer, answer.choices[0])

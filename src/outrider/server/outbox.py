@@ -99,17 +99,19 @@ class Outbox:
         """Writes to this many streams; None: to all, each step separately if they are few."""
         with self._lock:
             order = sorted(self._waiting, key=lambda id: id not in self._soon)[:most]
-            taken = {id: self._waiting.pop(id) for id in order}
+            deliveries = {id: self._waiting.pop(id) for id in order}
             self._soon.difference_update(order)
-        apart = most is None and len(taken) <= FEW
-        for id, (to, items) in taken.items():
+        apart = most is None and len(deliveries) <= FEW
+        for id, (to, items) in deliveries.items():
             try:
                 for item in items if apart else together(items):
                     to.put(id, item)
             except Exception:  # an error of one stream must not affect the others
-                log.exception("what request %s was told could not be handed over", id)
+                log.exception("failed to deliver events of request %s", id)
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._written, len(taken), time.thread_time())  # after the tasks that were just woken to write
+        loop.call_soon(
+            self._written, len(deliveries), time.thread_time()
+        )  # after the tasks that were just woken to write
 
     def _written(self, count: int, began: float) -> None:
         if count:
@@ -121,18 +123,18 @@ class Outbox:
 
 
 def together(items: Sequence[Item]) -> list[Item]:
-    """What several steps said of one request, as if it had been one step; an error behind it ends the stream."""
+    """Merges the events of several steps of one request into one; an error behind them ends the stream."""
     events = [item for item in items if not isinstance(item, Exception)]
     errors = [item for item in items if isinstance(item, Exception)]
     if len(events) < 2:
         return [*events, *errors]
-    told = [e.logprobs for e in events if e.logprobs is not None]
+    logprobs = [e.logprobs for e in events if e.logprobs is not None]
     event = replace(
         events[-1],
         tokens=[token for e in events for token in e.tokens],
         kinds=[kind for e in events for kind in e.kinds],
         texts=[text for e in events for text in e.texts],
-        logprobs=[entry for some in told for entry in some] if told else None,
+        logprobs=[entry for entries in logprobs for entry in entries] if logprobs else None,
         tree=next((e.tree for e in reversed(events) if e.tree is not None), None),
     )
     return [event, *errors]

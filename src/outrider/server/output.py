@@ -113,7 +113,7 @@ class TextParser(ABC):
         return char
 
     def _unread(self) -> str:
-        """What has come and was held back; it counts as read now."""
+        """The text that was held back; it counts as read now."""
         text = self._text[self._position :]
         self._position = len(self._text)
         return text

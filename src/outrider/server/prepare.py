@@ -47,7 +47,8 @@ class Preparer:
         self.dialect = Dialect.of(backend.tokenizer)
         self._tag = self.tokenizer.backend.token_to_id
         # Gemma 4 hands over to the tool with this token
-        self._hand_over = () if (token := self._tag(GEMMA_RESPONSE)) is None else (token,)
+        response_token = self._tag(GEMMA_RESPONSE)
+        self._hand_over = () if response_token is None else (response_token,)
         self.infill = Infill.of(self.tokenizer)
 
     def job(self, body: ChatRequest | CompletionRequest) -> Job:
@@ -78,33 +79,39 @@ class Preparer:
         last = body.messages[-1]
         guess = body.prediction
         hint = () if guess is None else tuple(self.tokens(guess.text, False, "prediction"))
-        requests = self.engine_requests(body, [ids], params, n, hint)
+        requests = self.engine_requests(body, [ids], params=params, n=n, hint=hint)
         echoes = (last.text,) * n if body.echo and last.role == "assistant" else ()
-        return Job(body, requests, parser, params.seed, n, echoes, grammar)
+        return Job(body, requests, parser=parser, seed=params.seed, candidates=n, echoes=echoes, grammar=grammar)
 
     def _completion(self, body: CompletionRequest) -> Job:
         prompts = body.prompt
-        kept = self.kept(body.truncate_prompt_tokens, body.truncation_side)
-        made = [self._filled_in(p, body.suffix) if body.suffix else self.prompt_ids(p, "prompt", kept) for p in prompts]
-        encoded = [self.fitting(ids, "prompt", kept) for ids in made]
+        window = self.kept(body.truncate_prompt_tokens, body.truncation_side)
+        encoded: list[list[int]] = []
+        for prompt in prompts:
+            ids = self._filled_in(prompt, body.suffix) if body.suffix else self.prompt_ids(prompt, "prompt", window)
+            encoded.append(self.fitting(ids, "prompt", window))
         n = max(body.best_of or 1, body.n or 1)
-        asked = 0 if body.logprobs is None and n > (body.n or 1) else body.logprobs  # to know which are the best
+        logprobs = body.logprobs
+        if logprobs is None and n > (body.n or 1):
+            logprobs = 0  # to know which are the best
         ends = self.infill.ends if body.suffix and self.infill is not None else ()
-        params = self.sampling_params(body, asked, ends)
-        requests = self.engine_requests(body, encoded, params, n)
+        params = self.sampling_params(body, logprobs, ends)
+        requests = self.engine_requests(body, encoded, params=params, n=n)
         echoes: tuple[str, ...] = ()
         if body.echo:
-            whole = [isinstance(p, str) and kept is None for p in prompts]
+            whole = [isinstance(p, str) and window is None for p in prompts]
             texts = [str(p) if w else self.tokenizer.decode(ids) for p, w, ids in zip(prompts, whole, encoded)]
             echoes = tuple(t for t in texts for _ in range(n))
-        return Job(body, requests, PlainText, params.seed, n, echoes, self._format(body))
+        return Job(
+            body, requests, parser=PlainText, seed=params.seed, candidates=n, echoes=echoes, grammar=self._format(body)
+        )
 
     def engine_requests(
-        self, body: Common, prompts: list[list[int]], params: SamplingParams, n: int, hint: tuple[int, ...] = ()
+        self, body: Common, prompts: list[list[int]], *, params: SamplingParams, n: int, hint: tuple[int, ...] = ()
     ) -> list[Request]:
         """`n` for each prompt, with both bounds of an answer's length as far as the context has room behind it."""
-        asked = body.outrider.draft_tokens
-        k = None if asked == "auto" else asked
+        draft_tokens = body.outrider.draft_tokens
+        k = None if draft_tokens == "auto" else draft_tokens
         group = uuid.uuid4().hex
         out: list[Request] = []
         for ids in prompts:
@@ -151,7 +158,8 @@ class Preparer:
             raise self._overflow(tokens, field, at_least=bool(texts))
 
     def _overflow(self, tokens: int, field: str, at_least: bool = False) -> ContextOverflow:
-        return ContextOverflow(tokens, self.longest_prompt, self.backend.max_context, field, at_least)
+        context = self.backend.max_context
+        return ContextOverflow(tokens, field=field, most=self.longest_prompt, context=context, at_least=at_least)
 
     @property
     def longest_prompt(self) -> int:
@@ -170,7 +178,7 @@ class Preparer:
         return self._encode(text, bos=special)
 
     def prompt_ids(self, prompt: str | list[object], field: str, keep: slice | None = None) -> list[int]:
-        """Of a text, or of token ids with texts between them. keep: only these tokens are of interest."""
+        """Token ids of a text, or of token ids with texts between them. keep: only these tokens are of interest."""
         if isinstance(prompt, str) and keep is not None:  # what stands further off can't be among them
             left = keep.stop is None
             most = max(LONG, (-keep.start if left else keep.stop) * self._longest_token)
@@ -277,11 +285,11 @@ class Preparer:
         if message.tool_calls:
             calls: list[JsonValue] = []
             for call in message.tool_calls:
-                given = call.function.arguments or "{}"
-                if isinstance(given, str) and len(given) > LONG:
-                    check_size(given.encode("utf-8", "replace"))  # it is a body of its own
+                text = call.function.arguments or "{}"
+                if isinstance(text, str) and len(text) > LONG:
+                    check_size(text.encode("utf-8", "replace"))  # it is a body of its own
                 # a call that was cut off comes back as it was: the conversation can go on
-                arguments = cast(JsonValue, loaded(given, given) if isinstance(given, str) else given)
+                arguments = cast(JsonValue, loaded(text, text) if isinstance(text, str) else text)
                 function: JsonValue = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call.id, "type": "function", "function": function})
             out["tool_calls"] = calls
@@ -306,7 +314,7 @@ class Preparer:
     # ---- sampling
 
     def defaults(self, protocol: Mapping[str, float]) -> dict[str, float]:
-        """What a request that says nothing gets: what the model's maker says, else the protocol's."""
+        """Sampling without fields in the request: that of the model's maker, else the protocol's."""
         return {**UNCHANGED, **(self.tokenizer.files.sampling or protocol)}
 
     def sampling_params(
@@ -316,8 +324,8 @@ class Preparer:
         limit = body.limit
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         same = ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
-        asked = {name: getattr(body, name) for name in same}
-        asked["repetition_penalty"] = body.repetition_penalty or body.repeat_penalty
+        options = {name: getattr(body, name) for name in same}
+        options["repetition_penalty"] = body.repetition_penalty or body.repeat_penalty
         chosen = {
             name: default if getattr(body, name) is None else getattr(body, name)
             for name, default in self.defaults(body.defaults).items()
@@ -357,7 +365,7 @@ class Preparer:
             logprobs=logprobs,
             # its tags of tool calls are control tokens
             keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",
-            **{k: v for k, v in asked.items() if v is not None},
+            **{k: v for k, v in options.items() if v is not None},
         )
         try:
             return params.validate(vocab)

@@ -20,10 +20,10 @@ def beginning(path: str, raw: bytes) -> str | None:
     """A request for one token that has the same beginning, as JSON {path, body}; None: there is no long one."""
     if path not in ROUTES:
         return None
-    asked: dict[str, Any] = json.loads(raw)
-    body = {name: asked[name] for name in KEPT if asked.get(name)}
+    request: dict[str, Any] = json.loads(raw)
+    body = {name: request[name] for name in KEPT if request.get(name)}
     talk = "input" if path == "/v1/responses" else "messages"
-    given = asked[talk] if isinstance(asked.get(talk), list) else []
+    given = request[talk] if isinstance(request.get(talk), list) else []
     first = next((i for i, m in enumerate(given) if m.get("role") not in ("system", "developer")), len(given))
     body |= {talk: [*given[:first], {"role": "user", "content": "."}], ROUTES[path]: 1, "stream": False}
     text = json.dumps({"path": path, "body": body}, ensure_ascii=False)

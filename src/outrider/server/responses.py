@@ -90,7 +90,7 @@ class ResponsesRequest(Strict):
 
 
 def _listed(item: ResponsesItem) -> Json:
-    """As /v1/responses/{id}/input_items lists it."""
+    """An entry of /v1/responses/{id}/input_items."""
     text = {"content": [{"type": "input_text", "text": item.content}]} if isinstance(item.content, str) else {}
     return {"id": f"msg_{secrets.token_hex(12)}", **item.model_dump(exclude_none=True), **text}
 
@@ -115,7 +115,7 @@ def full_name(name: str, namespace: str | None) -> str:
 
 
 def own_name(tools: list[dict[str, Any]], called: str) -> Json:
-    """What a call's item says of the function: its name, and the namespace it is in."""
+    """Fields of a call's item about the function: its name, and its namespace if it has one."""
     for tool in tools:
         for inner in tool.get("tools") or []:
             if full_name(str(inner.get("name")), str(tool.get("name"))) == called:
@@ -160,12 +160,12 @@ class ResponsesWire(Wire):
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
     def parse(self, raw: bytes) -> ChatRequest:
-        given: dict[str, Any] = BODY.validate_json(raw)
+        sent: dict[str, Any] = BODY.validate_json(raw)
         for name in ("conversation", "prompt", "background"):
             advice = "send input, and previous_response_id to go on from an answer"
-            bad_if(given.get(name), f"{name} can't be used here; {advice}.", name)
-        kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
-        body = ResponsesRequest.model_validate(kept)
+            bad_if(sent.get(name), f"{name} can't be used here; {advice}.", name)
+        fields = {k: v for k, v in sent.items() if v is not None and k not in (*INERT, *UNHEEDED)}
+        body = ResponsesRequest.model_validate(fields)
         before = body.previous_response_id
         messages = [] if before is None else self._store.get(self._client, before, "previous_response_id").messages
         items = [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -173,8 +173,8 @@ class ResponsesWire(Wire):
             _add(messages, item)
         self._messages = messages
         self._input = [_listed(item) for item in items]
-        self._asked = {k: v if given.get(k) is None else given[k] for k, v in REPEATED.items()}
-        self._asked["tools"] = [t for t in given.get("tools") or [] if t["type"] in ("function", "namespace")]
+        self._asked = {k: v if sent.get(k) is None else sent[k] for k, v in REPEATED.items()}
+        self._asked["tools"] = [t for t in sent.get("tools") or [] if t["type"] in ("function", "namespace")]
         out: Json = {
             **body.model_dump(include=SAME),
             "messages": [*([{"role": "system", "content": body.instructions}] if body.instructions else []), *messages],
@@ -182,10 +182,11 @@ class ResponsesWire(Wire):
             "reasoning_effort": (body.reasoning or {}).get("effort"),
             "tools": offered(body.tools or []) or None,
             "response_format": body.text.format if body.text is not None else None,
-            **{k: given[k] for k in INERT if k in given},
+            **{k: sent[k] for k in INERT if k in sent},
         }
         if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
-            out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
+            out["logprobs"] = True
+            out["top_logprobs"] = body.top_logprobs or 0
         chat = ChatRequest.model_validate(out)
         system = [m.text for m in takewhile(lambda m: m.role in ("system", "developer"), chat.messages)]
         if len(system) > 1:  # many templates know one message of the system's
@@ -308,8 +309,8 @@ class ResponsesWire(Wire):
         self._open = ""
         item["status"] = "completed"
         part = item if kind == "function_call" else item["content"][0]
-        told = {name: part[name] for name in ("name", "arguments", "text", "logprobs") if name in part}
-        out = self._event(f"{EVENTS[kind]}.done", **told, **place)
+        content = {name: part[name] for name in ("name", "arguments", "text", "logprobs") if name in part}
+        out = self._event(f"{EVENTS[kind]}.done", **content, **place)
         if kind == "message":
             out += self._event("content_part.done", part=part, **place)
         return out + self._event("output_item.done", item=item, output_index=place["output_index"])

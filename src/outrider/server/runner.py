@@ -242,13 +242,13 @@ class Runner:
     def _tidy(self) -> None:
         self._tidy_at = time.monotonic() + TIDY_S
         try:
-            given = self._engine.tidy(self._unused_s)
+            num_bytes = self._engine.tidy(self._unused_s)
         except Exception as e:
             log.error("giving memory back failed: %s", where(e))
             return
-        if given:
+        if num_bytes > 0:
             trim()
-            log.info("%d MB of K/V went back to the system: it had not been used for a while", given >> 20)
+            log.info("%d MB of K/V went back to the system: it had not been used for a while", num_bytes >> 20)
 
     def _meanwhile(self) -> None:
         self._written = True
@@ -284,8 +284,8 @@ class Runner:
         self._engine.metrics.failed_steps += 1
         self._failures += 1
         # our own say in a line what the machine lacks
-        told = str(error) if isinstance(error, OutriderError) else where(error)
-        log.error("engine step failed, and %d requests with it: %s", len(self._streams), told)
+        reason = str(error) if isinstance(error, OutriderError) else where(error)
+        log.error("engine step failed, and %d requests with it: %s", len(self._streams), reason)
         ids = list(self._streams)
         aborts: list[Callable[[], None]] = [partial(self._engine.abort, id) for id in (*ids, *self.detached)]
         for work in (*aborts, self._engine.check):

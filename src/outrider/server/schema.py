@@ -1,4 +1,4 @@
-"""What a request may hold. Unknown fields are refused by name: a field that is silently ignored is a wrong answer.
+"""Fields of a request. Unknown fields are refused by name: a field that is silently ignored is a wrong answer.
 Taken without effect are null, the fields of `INERT`, and what clients have added to messages.
 
 The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and our own object `outrider`.
@@ -63,7 +63,7 @@ class Strict(FailFastModel):
     @model_validator(mode="before")
     @classmethod
     def few_keys(cls, data: object) -> object:
-        """Of a thousand unknown fields the first few are enough for a refusal."""
+        """Drops all but the first fields: a few unknown ones are enough for a refusal."""
         return dict(islice(data.items(), MAX_KEYS)) if isinstance(data, dict) and len(data) > MAX_KEYS else data
 
 
@@ -74,7 +74,7 @@ class Lenient(FailFastModel):
 
 
 class Named(Lenient):
-    """Of any body, the model it is for."""
+    """The model that a body of any kind is for."""
 
     model: str | None = None
 
@@ -199,7 +199,7 @@ class Function(Strict):
 
 
 class Tool(Lenient):
-    """What clients put beside the function (`cache_control`) changes nothing of it."""
+    """A function. Fields that clients put beside it (`cache_control`) change nothing."""
 
     type: Literal["function"]
     function: Function
@@ -325,14 +325,14 @@ class Common(Strict):
     @model_validator(mode="before")
     @classmethod
     def without_inert(cls, data: object) -> object:
-        """What is null was not sent. Fields that change nothing are set aside."""
+        """Drops fields that are null, and sets those aside that change nothing."""
         if not isinstance(data, dict):
             return data
-        kept = spelled({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
-        if kept.get("model") == "":
-            del kept["model"]  # clients that know of one model only
+        fields = spelled({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
+        if fields.get("model") == "":
+            del fields["model"]  # clients that know of one model only
         refuse(not writes_text(data.get("modalities")), 'modalities: only "text" is supported')
-        return {**kept, "ignored": tuple(k for k in INERT if data.get(k) is not None)}
+        return {**fields, "ignored": tuple(k for k in INERT if data.get(k) is not None)}
 
     @model_validator(mode="after")
     def consistent(self) -> Common:
@@ -344,7 +344,7 @@ class Common(Strict):
 
     @property
     def usage(self) -> Literal["final", "continuous"] | None:
-        """Where in a stream it is told: in a chunk of its own at the end, or in every chunk as well."""
+        """Chunks of a stream that hold token counts: one at the end, or every one as well."""
         options = self.stream_options or StreamOptions()
         return "continuous" if options.continuous_usage_stats else "final" if options.include_usage else None
 
@@ -413,8 +413,8 @@ class ChatRequest(Common):
 
     @property
     def limit(self) -> int | None:
-        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return None if asked == -1 else asked
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return None if limit == -1 else limit
 
     @property
     def has_media(self) -> bool:

@@ -121,9 +121,9 @@ class SchemaMerger:
         second = _list(b.get("prefixItems"))
         if first and second:
             count = max(len(first), len(second))
-            padded = [[*part, *[rest] * (count - len(part))] for part, rest in
-                      ((first, a.get("items", True)), (second, b.get("items", True)))]  # fmt: skip
-            out["prefixItems"] = [self._lazily(one, other) for one, other in zip(*padded, strict=True)]
+            first = [*first, *[a.get("items", True)] * (count - len(first))]
+            second = [*second, *[b.get("items", True)] * (count - len(second))]
+            out["prefixItems"] = [self._lazily(one, other) for one, other in zip(first, second, strict=True)]
 
 
 def _any_of(alternatives: list[Json]) -> Json:
@@ -139,7 +139,7 @@ def _any_of(alternatives: list[Json]) -> Json:
 
 
 def _property(schema: Mapping[str, Json], name: str) -> Json:
-    """What a schema asks of the property of this name."""
+    """A schema's rules for the property of this name."""
     properties = _map(schema.get("properties"))
     if name in properties:
         return properties[name]

@@ -186,6 +186,6 @@ def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:
     keep = preparer.kept(body.truncate_prompt_tokens, body.truncation_side)
     for one in inputs if keep is None else ():
         preparer.check_length(one, "input")
-    found = [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]
-    bad_if(not all(found), "An input has no tokens.", "input")
-    return found
+    encoded = [preparer.fitting(preparer.prompt_ids(one, "input", keep), "input", keep) for one in inputs]
+    bad_if(not all(encoded), "An input has no tokens.", "input")
+    return encoded

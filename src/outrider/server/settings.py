@@ -113,9 +113,9 @@ def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
     if file is not None:
         with bad_input((OSError, UnicodeDecodeError), lambda e: f"can't read the API keys in {file}: {e}"):
             lines = file.read_text(encoding="utf-8").splitlines()
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        require(bool(found), f"{file} holds no API key; write one a line")
-        keys += found
+        file_keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        require(bool(file_keys), f"{file} holds no API key; write one a line")
+        keys += file_keys
     return tuple(keys)
 
 

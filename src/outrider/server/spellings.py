@@ -97,7 +97,7 @@ Texts = Annotated[  # or one
 
 
 def spelled(fields: Fields) -> Fields:
-    """As schema.py has them."""
+    """Renames fields to the names in schema.py."""
     chat = "messages" in fields
     off = {**OFF, **OFF_IN_CHAT} if chat else OFF
     out = {k: v for k, v in fields.items() if k not in off or v not in off[k]}
@@ -126,11 +126,12 @@ def tool_choice(fields: Fields) -> Fields:
     if kind in ("function", "tool") and "function" not in choice and "name" in choice:
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice["name"]}}}
     if kind == "allowed_tools":
-        told = choice.get("allowed_tools", choice)  # the Responses API has it flat
-        if isinstance(told, dict) and isinstance(told.get("tools"), list) and isinstance(fields.get("tools"), list):
-            names = [_name(tool) for tool in told["tools"]]
-            kept = [tool for tool in fields["tools"] if _name(tool) in names]  # type: ignore[attr-defined]
-            return {**fields, "tools": kept, "tool_choice": told.get("mode", "auto")}
+        allowed = choice.get("allowed_tools", choice)  # the Responses API has it flat
+        tools = fields.get("tools")
+        if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list) and isinstance(tools, list):
+            names = [_name(tool) for tool in allowed["tools"]]
+            offered = [tool for tool in tools if _name(tool) in names]
+            return {**fields, "tools": offered, "tool_choice": allowed.get("mode", "auto")}
     return fields
 
 
@@ -147,16 +148,16 @@ def thinking(fields: Fields) -> Fields:
         del out["enable_thinking"]
         options = out.get("chat_template_kwargs") or {}
         out["chat_template_kwargs"] = {"enable_thinking": switch, **options} if isinstance(options, dict) else options
-    asked = out.get("thinking")
-    if isinstance(asked, dict) and asked.get("type") in ("enabled", "disabled", "adaptive", "auto"):
+    deepseek = out.get("thinking")
+    if isinstance(deepseek, dict) and deepseek.get("type") in ("enabled", "disabled", "adaptive", "auto"):
         del out["thinking"]
-        out.setdefault("reasoning_effort", "none" if asked["type"] == "disabled" else "medium")
-    asked = out.get("reasoning")
+        out.setdefault("reasoning_effort", "none" if deepseek["type"] == "disabled" else "medium")
+    openrouter = out.get("reasoning")
     known = {"effort", "enabled", "exclude", "summary", "max_tokens"}
-    if isinstance(asked, dict) and asked.keys() <= known and not asked.get("exclude"):
+    if isinstance(openrouter, dict) and openrouter.keys() <= known and not openrouter.get("exclude"):
         del out["reasoning"]
-        switch = asked.get("enabled")
-        effort = asked.get("effort") or ("medium" if switch is True else "none" if switch is False else None)
+        switch = openrouter.get("enabled")
+        effort = openrouter.get("effort") or ("medium" if switch is True else "none" if switch is False else None)
         if effort is not None:
             out.setdefault("reasoning_effort", effort)
     return out

@@ -1,4 +1,4 @@
-"""What clients store here: /v1/files, the input and output files of batches, in a temporary folder, and the answers of
+"""Stores for clients: /v1/files, the input and output files of batches, in a temporary folder, and the answers of
 the Responses API, which later requests may fetch or continue, in memory. Both are limited in number and bytes and end
 with the server. A client sees only its own."""
 
@@ -85,11 +85,11 @@ class ClientStore(Generic[T]):
         self._of = dict[str, T]()
 
     def get(self, client: str, id: str) -> T:
-        found = self._of.get(id)
-        if found is None or found.client != client:
+        stored = self._of.get(id)
+        if stored is None or stored.client != client:
             message = f"There is no {self._what} '{id[:100]}' here: {absent(id, self.tag)}."
             raise ApiError(404, message, f"{self._what}_id")
-        return found
+        return stored
 
     def listed(self, client: str) -> Json:
         data = [one.told() for one in reversed(self._of.values()) if one.client == client]
@@ -183,11 +183,11 @@ class ResponseStore:
     def get(self, client: str, id: str, param: str | None = None) -> StoredResponse:
         """param: the field of a request that names it, which is then the one at fault."""
         with self._lock:
-            found = self._of.get((client, id))
-            if found is not None:
+            text = self._of.get((client, id))
+            if text is not None:
                 self._of.move_to_end((client, id))
-        if found is not None:
-            return StoredResponse(*json.loads(found))
+        if text is not None:
+            return StoredResponse(*json.loads(text))
         if param is None:
             raise ApiError(404, f"There is no response '{id[:100]}' here: {absent(id, self.tag)}.")
         message = f"Previous response with id '{id[:100]}' not found: {absent(id, self.tag)}."

@@ -34,12 +34,13 @@ def tokenize(raw: bytes, preparer: Preparer) -> Json:
     body = TokenizeRequest.model_validate_json(raw)
     text = body.prompt if body.prompt is not None else body.content
     if body.messages is not None:
-        given = {k: v for k, v in (body.model_extra or {}).items() if k in ChatRequest.model_fields}
-        ids = preparer.conversation(ChatRequest.model_validate({**given, "messages": body.messages})).ids
+        options = {k: v for k, v in (body.model_extra or {}).items() if k in ChatRequest.model_fields}
+        ids = preparer.conversation(ChatRequest.model_validate({**options, "messages": body.messages})).ids
     elif text is not None:
-        asked = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
-        special = body.prompt is not None if asked is None else asked  # vLLM's default is true, llama.cpp's false
-        ids = preparer.tokens(text, special)
+        add_special = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+        if add_special is None:
+            add_special = body.prompt is not None  # vLLM's default is true, llama.cpp's false
+        ids = preparer.tokens(text, add_special)
     else:
         raise bad("Missing field: 'prompt'.", "prompt", "missing_field")
     pieces = [preparer.tokenizer.token_bytes(t) for t in ids]
@@ -52,7 +53,7 @@ def tokenize(raw: bytes, preparer: Preparer) -> Json:
 
 
 def piece(data: bytes) -> str | list[int]:
-    """As llama.cpp tells it: text, or the bytes of what is not whole characters."""
+    """A token in llama.cpp's form: text, or bytes if they are not whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -70,7 +71,7 @@ def apply_template(raw: bytes, preparer: Preparer) -> Json:
 
 
 def tokenizer_info(_: bytes, preparer: Preparer) -> Json:
-    """What a client needs to tokenise by us: lm-eval asks for it."""
+    """Facts for clients that tokenise here: lm-eval asks for them."""
     files = preparer.tokenizer.files
     tokenizer = preparer.tokenizer
     ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]

@@ -46,7 +46,7 @@ class ToolFunction:
 
 @dataclass
 class SchemaNotes:
-    """What a grammar does not enforce of a tool's schema: keywords, in the order of their discovery."""
+    """Keywords of a tool's schema that a grammar does not enforce, in the order of their discovery."""
 
     tool: str
     strict: bool
@@ -194,12 +194,13 @@ class _SchemaReader:
             return
         value = schema.get("additionalProperties", True)
         listed = names.get("enum", [names["const"]] if "const" in names else None)
-        rest = set(names) - {"type", "enum", "const", "pattern", "$schema", "description", "title"}
-        if rest or names.get("type", "string") != "string":
+        others = set(names) - {"type", "enum", "const", "pattern", "$schema", "description", "title"}
+        if others or names.get("type", "string") != "string":
             return
+        pattern = names.get("pattern")
         if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
             schema["properties"] = dict.fromkeys(listed, value)
-        elif isinstance(pattern := names.get("pattern"), str) and compiles(pattern):
+        elif isinstance(pattern, str) and compiles(pattern):
             schema["patternProperties"] = {pattern: value}
         else:
             return
@@ -255,7 +256,7 @@ def _definition(schema: Json) -> str:
 
 
 def _current_spelling(node: Mapping[str, Json]) -> dict[str, Json]:
-    """The same schema in the words of draft 2020-12."""
+    """Rewrites a schema in the words of draft 2020-12."""
     schema = dict(node)
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(exclusive), bool):  # drafts 3 and 4

@@ -55,7 +55,8 @@ class Tracing:
             "gen_ai.usage.output_tokens": answer.new_tokens,
         }
         parts: list[tuple[str, float, float]] = []
-        if stats := [c.stats for c in choices if c.stats is not None]:
+        stats = [c.stats for c in choices if c.stats is not None]
+        if stats:
             attributes |= {
                 "outrider.queue_s": max(0.0, end - began - max(s.ttft_s + s.decode_s for s in stats)),
                 "outrider.prefill_s": max(s.prefill_s for s in stats),
@@ -79,7 +80,7 @@ class Tracing:
         span.end(_ns(end))
 
     def close(self) -> None:
-        """What waits to be sent is sent."""
+        """Sends the spans that wait."""
         self._provider.shutdown()
 
 

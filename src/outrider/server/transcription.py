@@ -197,7 +197,7 @@ class JsonFields(FailFastModel):
 
 
 def instruction(task: str, language: str, hint: str) -> str:
-    """What the model is told to do with the clip behind it. language: of the speech; empty: not known."""
+    """Instruction to the model about the clip behind it. language: of the speech; empty: not known."""
     if task == "translate":
         source = f" in {language}" if language else ""
         text = f"Translate the following speech segment{source} into English text." + STYLE.format(result="translation")
@@ -262,7 +262,8 @@ def transcription_job(preparer: Preparer, body: TranscriptionRequest) -> Job:
     params = preparer.sampling_params(body, None, ())
     limit = MIN_TOKENS + TOKENS_PER_SECOND * math.ceil(max(map(len, pieces)) / SAMPLE_RATE)
     params = replace(params, max_tokens=min(params.max_tokens, limit))
-    return Job(body, preparer.engine_requests(body, prompts, params, 1), parser, params.seed)
+    requests = preparer.engine_requests(body, prompts, params=params, n=1)
+    return Job(body, requests, parser=parser, seed=params.seed)
 
 
 def _with_clip(ids: list[int], encoder: AudioEncoder, piece: np.ndarray) -> list[int]:

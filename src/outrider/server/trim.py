@@ -9,7 +9,8 @@ import sys
 
 
 def trim() -> None:
-    """Where the C library has it (musl has not)."""
+    """Does nothing if the C library has no malloc_trim (musl)."""
     gc.collect()
-    if sys.platform == "linux" and (work := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        work(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim is not None:
+        malloc_trim(0)
