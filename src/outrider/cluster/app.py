@@ -130,7 +130,7 @@ class IngressApp:
     ) -> None:
         api_keys = read_keys(os.environ.get("OUTRIDER_API_KEY"), settings.api_key_file)
         settings = dataclasses.replace(settings, api_keys=(*keys, *api_keys))
-        self._ingress = Ingress(RayReplicas(engines), settings, retries, wait)
+        self._ingress = Ingress(RayReplicas(engines), settings, retries, wait=wait)
 
     async def __call__(self, request: Request) -> Response:
         return _Relayed(self._ingress)

@@ -34,7 +34,7 @@ class BatchEngine:
         self._server.pool.start()
 
     async def answer(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
-        return await offline_answer(self._server, line, url, body)
+        return await offline_answer(self._server, line, url, body=body)
 
 
 async def worker(config: ClusterConfig) -> Answerer:

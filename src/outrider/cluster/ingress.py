@@ -130,7 +130,7 @@ class Ingress:
         self._left = counter("cancelled", "Clients that left before their answer's end.")
         self._answers = counter("answers", "Answers of the ingress, by route and status.", "route", "status")
         self._totals = Totals()
-        self._guard = RequestGuard(self._route, settings, self._count, Keys(settings))
+        self._guard = RequestGuard(self._route, settings, self._count, keys=Keys(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guard(scope, receive, send)

@@ -56,7 +56,9 @@ class Replica:
         return bool(self._server.pool.healthy)
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.name, self.healthy, self._server.admission.in_flight, self._server.metrics.text().decode())
+        return Snapshot(
+            self.name, self.healthy, self._server.admission.in_flight, metrics=self._server.metrics.text().decode()
+        )
 
     async def whole(self, request: Forward) -> tuple[int, bytes]:
         """Status and body of a short answer."""

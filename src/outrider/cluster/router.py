@@ -12,7 +12,7 @@ from .ingress import Forward
 from .owner import replica_tag
 from .prefix import PrefixMap, rank
 
-NO_REQUEST = Forward("", "", b"", (), b"", "")
+NO_REQUEST = Forward("", "", b"", headers=(), body=b"", client="")
 
 
 class PrefixRouter(RequestRouter):

@@ -64,5 +64,5 @@ async def unload_adapter(server: Server, request: Request) -> Response:
     adapters = _pool(server)
     body = read(await request.body(), UnloadAdapter.model_validate_json)
     if body.lora_name not in adapters.paths:
-        raise ApiError(404, f"There is no adapter '{body.lora_name[:100]}'.", "lora_name", "model_not_found")
+        raise ApiError(404, f"There is no adapter '{body.lora_name[:100]}'.", "lora_name", code="model_not_found")
     return await _changed(lambda: adapters.remove(body.lora_name), body.lora_name, "removed")

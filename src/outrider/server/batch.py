@@ -158,7 +158,7 @@ async def answer_lines(
     try:
         while True:
             fresh = islice(lines, most - len(running))
-            running |= {asyncio.ensure_future(_result(line, names, seed, answer)) for line in fresh}
+            running |= {asyncio.ensure_future(_result(line, names, seed, answer=answer)) for line in fresh}
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -203,7 +203,7 @@ class BatchFile:
                 model = body.get("model")
                 if isinstance(model, str) and model not in ("", self.model):
                     message = f"The model '{model[:100]}' does not exist; this run has '{self.model}'."
-                    raise ApiError(404, message, "model", "model_not_found")
+                    raise ApiError(404, message, "model", code="model_not_found")
                 return await answer(line, url, body)
 
             results_of_lines = answer_lines(fresh, names, self.seed, answer=checked, most=most)
@@ -262,7 +262,7 @@ def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
 
 
 async def offline_answer(server: Server, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
-    result = await answered(server, line, url, body, client="")
+    result = await answered(server, line, url, body=body, client="")
     advice = "results so far are kept, start again to go on"
     require(server.pool.healthy, f"the engine failed {MAX_FAILURES} times in a row; {advice}")
     return result

@@ -101,7 +101,7 @@ class Batches(ClientStore[Batch]):
             raise ApiError(429, message, retry_after=60, code="too_many_batches")
         while len(self._of) >= MOST_KEPT:
             del self._of[next(id for id, b in self._of.items() if b.status not in RUNNING)]
-        batch = Batch(client, request, source, stored_id("batch_", self.tag))
+        batch = Batch(client, request, source, id=stored_id("batch_", self.tag))
         self._of[batch.id] = batch
         batch.task = asyncio.get_running_loop().create_task(self._run(batch))
         return batch
@@ -133,7 +133,9 @@ class Batches(ClientStore[Batch]):
             recorded = set[str]()
             try:
                 async with asyncio.timeout(WINDOW_S):
-                    async with aclosing(answer_lines(lines, {}, 0, partial(self._answer, batch), most)) as results:
+                    async with aclosing(
+                        answer_lines(lines, {}, 0, answer=partial(self._answer, batch), most=most)
+                    ) as results:
                         async for rows in results:
                             for row in rows:
                                 self._record(batch, row)
@@ -179,4 +181,4 @@ class Batches(ClientStore[Batch]):
         if url != batch.request.endpoint:
             raise BadLine("mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.")
         body = {"priority": LAST, **body}
-        return await answered(self._server, line, url, body, client=batch.client, time_limit=WINDOW_S)
+        return await answered(self._server, line, url, body=body, client=batch.client, time_limit=WINDOW_S)

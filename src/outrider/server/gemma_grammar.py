@@ -55,7 +55,7 @@ def gemma_calls(
     rules = dict[str, str]()
     calls = []
     for function, note in zip(functions, notes, strict=True):
-        arguments = _Writer(quote, rules, enforceable(function, note), note).arguments()
+        arguments = _Writer(quote, rules, enforceable(function, note), notes=note).arguments()
         calls.append(f"{quote_literal(f'call:{function.name}')} {arguments}")
     start = {
         "start": "call" if max_calls == 1 else f"call{{1,{max_calls}}}",
@@ -183,7 +183,7 @@ class _Writer:
             most = None
         if most is not None and most < max(least, sum(needed for _, needed in members)):
             raise NoValue
-        return self._new(f'"{{" {self._sequence(members, extra, least, most)} "}}"')
+        return self._new(f'"{{" {self._sequence(members, extra, least, most=most)} "}}"')
 
     def _members(self, properties: Mapping[str, Json], required: set[str]) -> list[tuple[str, bool]]:
         """(key and value, whether it must be there) of each property that can be written."""
@@ -223,7 +223,7 @@ class _Writer:
         """Members in their order, then others, between the braces. A state is the number of properties so far, up to
         the number that still matters: the first needs no comma, and counts have bounds."""
         cap = max(1, least, most or 0)
-        after = [self._extras(extra, count, least, most) for count in range(cap + 1)]
+        after = [self._extras(extra, count, least=least, most=most) for count in range(cap + 1)]
         for text, needed in reversed(members):
             before = []
             for count in range(cap + 1):
@@ -270,7 +270,7 @@ class _Writer:
         if most is not None and most < least:
             raise NoValue
         first = first[:most]
-        body = '""' if item is None else self._items(item, len(first), least, most)
+        body = '""' if item is None else self._items(item, len(first), least=least, most=most)
         for i in reversed(range(len(first))):
             element = f'"," {first[i]}' if i else first[i]
             optional = i >= least

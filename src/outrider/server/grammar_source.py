@@ -133,7 +133,7 @@ class _CallsGrammar:
     def write(self, functions: Sequence[ToolFunction]) -> tuple[str, list[SchemaNotes]]:
         notes = [SchemaNotes(function.name, function.strict) for function in functions]
         if self.gemma:
-            return gemma_calls(functions, self.max_calls, lambda token: int(self.token_ids[token]), notes), notes
+            return gemma_calls(functions, self.max_calls, lambda token: int(self.token_ids[token]), notes=notes), notes
         return json_calls(functions, self.max_calls, notes), notes
 
 
@@ -155,7 +155,7 @@ def _close(node: object, shared: set[str], path: str, part: bool = False) -> obj
         elif key in LISTS and isinstance(child, list):
             beside = {"properties", "required", "additionalProperties", "$ref", "allOf"} & node.keys() - {key}
             several = part or (key != "prefixItems" and bool(beside)) or (key == "allOf" and len(child) > 1)
-            out[key] = [_close(one, shared, f"{path}/{key}/{i}", several) for i, one in enumerate(child)]
+            out[key] = [_close(one, shared, f"{path}/{key}/{i}", part=several) for i, one in enumerate(child)]
         elif key in ("items", "additionalProperties"):
             out[key] = _close(child, shared, f"{path}/{key}")
     combined = part or path in shared or any(key in out for key in ("allOf", "anyOf", "oneOf", "$ref", "if"))

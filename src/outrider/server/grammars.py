@@ -184,4 +184,4 @@ def _refusal(source: GrammarSource, why: str) -> ApiError:
 
 def _too_busy(source: GrammarSource) -> ApiError:
     message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
-    return ApiError(503, message, source.field, "busy", retry_after=RETRY_S)
+    return ApiError(503, message, source.field, code="busy", retry_after=RETRY_S)

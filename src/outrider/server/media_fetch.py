@@ -76,7 +76,7 @@ def fetch(url: str, hosts: str, kind: MediaKind) -> bytes:
         ip_addresses = addresses(address.host, address.port)
         if not ip_addresses or not all(map(public, ip_addresses)):
             raise OutriderError(f"{kind.subject} not fetched from {host}: its address is not public")
-        return _get(address, ip_addresses[0], kind, deadline)
+        return _get(address, ip_addresses[0], kind, deadline=deadline)
     except TimeoutError:
         raise OutriderError(f"the {kind.noun} from {host} took more than {SECONDS:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -96,7 +96,7 @@ def _address(url: str, allowed_hosts: frozenset[str], kind: MediaKind) -> Addres
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not path.isascii() or any(c <= " " for c in path):
         raise OutriderError(f"the address of {article} must be percent-encoded ASCII")
-    return Address(host, port, path, parts.scheme == "https")
+    return Address(host, port, path, secure=parts.scheme == "https")
 
 
 def _get(address: Address, ip_address: str, kind: MediaKind, deadline: float) -> bytes:

@@ -102,12 +102,12 @@ class ServerMetrics:
             ("drafter_accepted", "Tokens accepted by a drafter.", "drafter", m.accepted_by_drafter),
             ("finished", "Finished requests.", "reason", m.finished),
         ):
-            yield _labelled(CounterMetricFamily, name, text, label, values)
+            yield _labelled(CounterMetricFamily, name, text, label=label, values=values)
         for name, counts in (("drafted_at", m.drafted_by_position), ("accepted_at", m.accepted_by_position)):
             known = {str(i + 1): count for i, count in enumerate(counts) if m.drafted_by_position[i]}
             text = f"Tokens {name.removesuffix('_at')} at a position of the draft."
-            yield _labelled(CounterMetricFamily, name, text, "position", known)
-        yield _labelled(GaugeMetricFamily, "free_pages", "Free cache pages.", "group", m.free_pages)
+            yield _labelled(CounterMetricFamily, name, text, label="position", values=known)
+        yield _labelled(GaugeMetricFamily, "free_pages", "Free cache pages.", label="group", values=m.free_pages)
         for name, text, value in (
             ("running", "Sequences running.", m.running),
             ("waiting", "Sequences waiting.", m.waiting + sum(model.turns.waiting for model in self._pool.loaded)),
@@ -119,10 +119,14 @@ class ServerMetrics:
         there = {s.name: int(s.model is not None) for s in slots}
         loads = {s.name: s.loads for s in slots}
         gone = {s.name: s.evictions for s in slots}
-        yield _labelled(GaugeMetricFamily, "model_loaded", "1 while a model is loaded.", "model", there)
-        yield _labelled(GaugeMetricFamily, "model_bytes", "Weights and K/V of a loaded model.", "model", size)
-        yield _labelled(CounterMetricFamily, "model_loads", "Times a model was loaded.", "model", loads)
-        yield _labelled(CounterMetricFamily, "model_evictions", "Times a model made room for another.", "model", gone)
+        yield _labelled(GaugeMetricFamily, "model_loaded", "1 while a model is loaded.", label="model", values=there)
+        yield _labelled(
+            GaugeMetricFamily, "model_bytes", "Weights and K/V of a loaded model.", label="model", values=size
+        )
+        yield _labelled(CounterMetricFamily, "model_loads", "Times a model was loaded.", label="model", values=loads)
+        yield _labelled(
+            CounterMetricFamily, "model_evictions", "Times a model made room for another.", label="model", values=gone
+        )
 
 
 def _labelled(

@@ -57,7 +57,7 @@ class LoadedModel:
         self.name = name
         self.backend = backend
         unused_s = 60.0 * settings.keep_prefixes
-        self.runner = Runner(backend.engine, unused_s, settings.finish_prompts, standing.background)
+        self.runner = Runner(backend.engine, unused_s, settings.finish_prompts, background=standing.background)
         self.turns = TurnQueue(backend.places or settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.tokenizer_process = TokenizerProcess(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)
@@ -116,7 +116,7 @@ class PoolSlot:
         if adapter != name and adapter != "latest":
             there = ", ".join(f"'{self.name}:{known}'" for known in names)
             message = f"The model '{name[:100]}' does not exist; this server has '{self.name}' and {there}."
-            raise ApiError(404, message, "model", "model_not_found")
+            raise ApiError(404, message, "model", code="model_not_found")
         return None
 
     def take(self, model: LoadedModel) -> None:
@@ -174,7 +174,7 @@ class ModelPool:
                 return replace(ServedModel.of(llm), places=max(1, llm.engine.max_batch - SPARE))
 
             size, context, info = estimate(model, engine)
-            return PoolSlot(name, loaded, size, context, info=info)
+            return PoolSlot(name, loaded, size, max_context=context, info=info)
 
         most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
         return cls([slot(*one) for one in models.items()], most, settings)
@@ -212,7 +212,7 @@ class ModelPool:
         if name not in self.slots:
             there = ", ".join(f"'{known}'" for known in self.slots)
             message = f"The model '{name[:100]}' does not exist; this server has {there}."
-            raise ApiError(404, message, "model", "model_not_found")
+            raise ApiError(404, message, "model", code="model_not_found")
         return self.slots[name]
 
     @property
@@ -223,7 +223,7 @@ class ModelPool:
     def load_first(self) -> None:
         """Load the first model in this thread, before the server starts."""
         slot = self.first
-        slot.take(LoadedModel(slot.name, slot.load(), self._settings, self.standing))
+        slot.take(LoadedModel(slot.name, slot.load(), self._settings, standing=self.standing))
 
     # ---- borrowing
 
@@ -312,7 +312,9 @@ class ModelPool:
             while leaving:
                 await self._unload(*leaving.pop())
             began = time.monotonic()
-            model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings, self.standing))
+            model = await asyncio.to_thread(
+                lambda: LoadedModel(slot.name, slot.load(), self._settings, standing=self.standing)
+            )
             model.runner.start()
             slot.take(model)
             log.info("loaded %s in %.1f s, %.2f GiB", slot.name, time.monotonic() - began, slot.size / 2**30)
@@ -321,7 +323,7 @@ class ModelPool:
             log.error("could not load %s: %s", slot.name, e if isinstance(e, OutriderError) else where(e))
             message = f"The model '{slot.name}' could not be loaded: {why}."
             for turn in self._turns(slot):
-                turn.set_exception(ApiError(503, message, "model", "model_not_loaded"))
+                turn.set_exception(ApiError(503, message, "model", code="model_not_loaded"))
         finally:
             slot.loading = False
             self._swap = None
@@ -388,7 +390,7 @@ def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
     files = hub.resolve(model, weights=False)
     config = model_config(files)
     dtype = torch.float16  # of K/V, on nearly every machine
-    budget = plan_kv_memory(engine, config, dtype, free_bytes(torch.device("cpu")))
+    budget = plan_kv_memory(engine, config, dtype, free=free_bytes(torch.device("cpu")))
     position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)
     stored = stored_size(files, config)
     return int(stored.total) + position * budget.tokens, budget.max_context, ModelInfo.of(files, config, stored)

@@ -257,7 +257,7 @@ class Preparer:
             prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
             if media:
                 hosts = self._settings.allow_image_hosts
-                prompt = replace(prompt, ids=with_soft_tokens(prompt.ids, media, self.backend, hosts))
+                prompt = replace(prompt, ids=with_soft_tokens(prompt.ids, media, self.backend, hosts=hosts))
             if not last:
                 return prompt
             # as text: what the beginning of an answer spells of control tokens is left out

@@ -23,9 +23,9 @@ def beginning(path: str, raw: bytes) -> str | None:
     request: dict[str, Any] = json.loads(raw)
     body = {name: request[name] for name in KEPT if request.get(name)}
     talk = "input" if path == "/v1/responses" else "messages"
-    given = request[talk] if isinstance(request.get(talk), list) else []
-    first = next((i for i, m in enumerate(given) if m.get("role") not in ("system", "developer")), len(given))
-    body |= {talk: [*given[:first], {"role": "user", "content": "."}], ROUTES[path]: 1, "stream": False}
+    turns = request[talk] if isinstance(request.get(talk), list) else []
+    first = next((i for i, m in enumerate(turns) if m.get("role") not in ("system", "developer")), len(turns))
+    body |= {talk: [*turns[:first], {"role": "user", "content": "."}], ROUTES[path]: 1, "stream": False}
     text = json.dumps({"path": path, "body": body}, ensure_ascii=False)
     return text if len(text) >= LONG else None
 
@@ -44,8 +44,8 @@ class PromptRecorder:
             self._longest = len(text)
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # mode 0600
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._file.parent, delete=False) as made:
-                made.write(text)
-            os.replace(made.name, self._file)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._file.parent, delete=False) as new_file:
+                new_file.write(text)
+            os.replace(new_file.name, self._file)
         except (OSError, ValueError, AttributeError, TypeError) as e:
             log.warning("the beginning of a prompt was not recorded: %s", type(e).__name__)

@@ -245,7 +245,7 @@ class ResponsesWire(Wire):
             calls = [_call(c.id, c.name, c.arguments) for c in one.calls]
             said: Json = {"role": "assistant", "content": one.content, **({"tool_calls": calls} if calls else {})}
             messages = [*self._messages, said] if one.content or calls else self._messages
-            self._store.put(self._client, messages, self._input, response)
+            self._store.put(self._client, messages, items=self._input, response=response)
         return response
 
     def _head(self, answer: Answer) -> Json:

@@ -67,7 +67,7 @@ def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:
     try:
         return model.backend.adapters.get(name)
     except OutriderError as e:
-        raise ApiError(404, f"{without_paths(str(e))}.", "model", "model_not_found") from None
+        raise ApiError(404, f"{without_paths(str(e))}.", "model", code="model_not_found") from None
 
 
 async def score(model: LoadedModel, answer: Answer, client: str) -> None:
@@ -76,7 +76,7 @@ async def score(model: LoadedModel, answer: Answer, client: str) -> None:
     for prompt in job.prompts if job.prompt_logprobs is not None else ():
         scorer = Scorer(prompt, job.prompt_logprobs or 0)
         scorer.adapter = adapter_of(model, job.requests[0].adapter)
-        await run_scoring(model, scorer, client, job.body.priority or 0)
+        await run_scoring(model, scorer, client, priority=job.body.priority or 0)
         answer.scores[id(prompt)] = scorer.entries
 
 

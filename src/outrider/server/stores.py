@@ -114,7 +114,7 @@ class FileStore(ClientStore[StoredFile]):
             message = f"{MOST_FILES} files are stored here, which is all there is room for: delete some."
             raise ApiError(413, message, code="storage_full")
         path = Path(self._folder.name) / uuid.uuid4().hex
-        file = StoredFile(client, name[:200], purpose, path, stored_id("file-", self.tag))
+        file = StoredFile(client, name[:200], purpose, path=path, id=stored_id("file-", self.tag))
         self._of[file.id] = file
         return file
 
@@ -191,7 +191,7 @@ class ResponseStore:
         if param is None:
             raise ApiError(404, f"There is no response '{id[:100]}' here: {absent(id, self.tag)}.")
         message = f"Previous response with id '{id[:100]}' not found: {absent(id, self.tag)}."
-        raise ApiError(400, message, param, "previous_response_not_found")
+        raise ApiError(400, message, param, code="previous_response_not_found")
 
     def items(self, client: str, id: str) -> Json:
         return {"object": "list", "data": self.get(client, id).items, "has_more": False}
