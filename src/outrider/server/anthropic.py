@@ -6,18 +6,43 @@ Documents are refused, and so are tools that Anthropic's servers would run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, arguments_of, sse
 from .errors import ApiError, bad
-from .schema import ChatRequest, Lenient, ResponseFormat, Strict
+from .media_fetch import IMAGE
+from .schema import (
+    TOOL_NAME_PATTERN,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    Lenient,
+    Message,
+    ResponseFormat,
+    Strict,
+    TextPart,
+    Tool,
+    ToolCallIn,
+    ToolName,
+    refuse,
+    url_of,
+)
 
 # fields that have the same name and meaning in a chat request
 SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "tool_choice"}
+TOOL_NAME = re.compile(TOOL_NAME_PATTERN)
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class ReadBlock(Lenient):
+    """A block of which only text is read: of a tool's result or of the system."""
+
+    type: str
+    text: str | None = None
 
 
 class ContentBlock(Lenient):
@@ -27,8 +52,16 @@ class ContentBlock(Lenient):
     name: str | None = None
     input: dict[str, object] | None = None
     tool_use_id: str | None = None
-    content: str | list[ContentBlock] | None = None
+    content: str | list[ReadBlock] | None = None
     source: dict[str, object] | None = None  # of an image
+    image: str | None = None  # its data URL or address
+
+    @model_validator(mode="after")
+    def complete(self) -> ContentBlock:
+        self.image = url_of(_image_url(self.source or {}), "source", IMAGE) if self.type == "image" else None
+        if self.type == "tool_use":
+            refuse(self.name is None or TOOL_NAME.fullmatch(self.name) is None, "name is no name of a tool")
+        return self
 
 
 class AnthropicMessage(Lenient):
@@ -37,7 +70,7 @@ class AnthropicMessage(Lenient):
 
 
 class AnthropicTool(Lenient):
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, object] | None = None
     strict: bool | None = None
@@ -53,7 +86,7 @@ class MessagesRequest(Strict):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    system: str | list[ContentBlock] | None = None
+    system: str | list[ReadBlock] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -74,28 +107,41 @@ class MessagesRequest(Strict):
     betas: list[str] | None = None
 
 
-def _messages(message: AnthropicMessage) -> list[Json]:
-    """One of theirs may be several of ours: results of tools come first, then what the user says."""
+def _messages(message: AnthropicMessage) -> list[Message]:
+    """Translates a message, which may become several: results of tools come first, then the user's text. Its values are
+    valid already, so the new messages are not validated again."""
     if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    results: list[Json] = []
-    calls: list[Json] = []
-    parts: list[Json] = []
+        return [Message.model_construct(role=message.role, content=message.content)]
+    results: list[Message] = []
+    calls: list[ToolCallIn] = []
+    parts: list[TextPart] = []
     for block in message.content:
         if block.type == "image":
-            parts.append({"type": "image_url", "image_url": _image_url(block.source or {})})
+            parts.append(TextPart.model_construct(type="image_url", image=block.image))
         elif block.type == "text":
-            parts += [{"type": "text", "text": block.text}] if block.text else []
+            parts += [TextPart.model_construct(type="text", text=block.text)] if block.text else []
         elif block.type == "tool_use":
-            function = {"name": block.name, "arguments": block.input or {}}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            function = FunctionCall.model_construct(name=block.name or "", arguments=block.input or {})
+            calls.append(ToolCallIn.model_construct(id=block.id, type="function", function=function))
         elif block.type == "tool_result":
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
+            text = _text(block.content or "")
+            results.append(Message.model_construct(role="tool", tool_call_id=block.tool_use_id, content=text))
         elif block.type not in ("thinking", "redacted_thinking"):
             raise bad(f"messages: blocks of type '{block.type[:40]}' can't be read here.", "messages")
     if message.role == "assistant":
-        return [{"role": "assistant", "content": parts, **({"tool_calls": calls} if calls else {})}]
-    return results + ([{"role": message.role, "content": parts}] if parts or not results else [])
+        return [Message.model_construct(role="assistant", content=parts, tool_calls=calls or None)]
+    if parts or not results:
+        return [*results, Message.model_construct(role=message.role, content=parts)]
+    return results
+
+
+def _tool(tool: AnthropicTool) -> Tool:
+    if tool.type not in (None, "custom"):
+        raise bad(f"tools: '{tool.name[:64]}' is of type '{tool.type[:40]}', which can't be run here.", "tools")
+    function = Function.model_construct(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict or None
+    )
+    return Tool.model_construct(type="function", function=function)
 
 
 def _image_url(source: Mapping[str, object]) -> str:
@@ -105,7 +151,7 @@ def _image_url(source: Mapping[str, object]) -> str:
     return str(source.get("url") or source.get("file_id") or "")
 
 
-def _text(content: str | list[ContentBlock]) -> str:
+def _text(content: str | list[ReadBlock]) -> str:
     """Text of a tool's result or of the system. A picture that a tool took is named, and the conversation goes on."""
     if isinstance(content, str):
         return content
@@ -121,22 +167,15 @@ class AnthropicWire(Wire):
 
     def parse(self, raw: bytes) -> ChatRequest:
         body = MessagesRequest.model_validate_json(raw)
-        messages: list[Json] = []
+        messages: list[Message] = []
         if body.system:
-            messages.append({"role": "system", "content": _text(body.system)})
+            messages.append(Message.model_construct(role="system", content=_text(body.system)))
         for message in body.messages:
             messages += _messages(message)
         out: Json = {**body.model_dump(include=SAME), "messages": messages, "stop": body.stop_sequences}
         if body.messages[-1].role == "assistant":
             out["continue_final_message"] = True  # a prefill: the answer goes on from it
-        tools: list[Json] = []
-        for t in body.tools or []:
-            if t.type not in (None, "custom"):
-                raise bad(f"tools: '{t.name[:64]}' is of type '{t.type[:40]}', which can't be run here.", "tools")
-            function: Json = {"name": t.name, "description": t.description, "parameters": t.input_schema}
-            if t.strict:
-                function["strict"] = True
-            tools.append({"type": "function", "function": function})
+        tools = [_tool(tool) for tool in body.tools or []]
         if (body.tool_choice or {}).get("disable_parallel_tool_use"):
             out["parallel_tool_calls"] = False
         config = body.output_config or OutputConfig()

@@ -36,7 +36,7 @@ class OllamaCompletion(CompletionRequest):
 class OllamaMessage(Lenient):
     role: str
     content: str | None = None
-    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_calls: list[dict[str, object]] | None = None
     tool_name: str | None = None
     images: list[str] | None = None
 
@@ -53,7 +53,7 @@ class OllamaRequest(Lenient):
 
 class ChatBody(OllamaRequest):
     messages: list[OllamaMessage]
-    tools: list[dict[str, JsonValue]] | None = None
+    tools: list[dict[str, object]] | None = None
 
 
 class GenerateBody(OllamaRequest):

@@ -26,7 +26,8 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Likeliest = Annotated[Top, Field(ge=0, le=MOST_LOGPROBS)]
 Role = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # templates may know others than OpenAI's
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic's limit
+TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"  # Anthropic's limit
+ToolName = Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]
 
 
 MAX_KEYS = 512  # of one object with fixed fields; more than there are names for

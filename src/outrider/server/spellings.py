@@ -136,8 +136,9 @@ def tool_choice(fields: Fields) -> Fields:
 
 
 def _name(tool: object) -> object:
-    inner = tool.get("function", tool) if isinstance(tool, dict) else None
-    return inner.get("name") if isinstance(inner, dict) else None
+    """The name of a function, as JSON or as a validated tool."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else getattr(tool, "function", None)
+    return function.get("name") if isinstance(function, dict) else getattr(function, "name", None)
 
 
 def thinking(fields: Fields) -> Fields:

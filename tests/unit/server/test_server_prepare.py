@@ -85,6 +85,70 @@ def claude_code() -> ChatRequest:
     return AnthropicWire().parse(json.dumps({"max_tokens": 8, "system": "s", "messages": talk}).encode())
 
 
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": [1]}}
+SEARCH = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {}}
+
+
+def test_messages_of_anthropic_s_api_become_those_that_openai_s_would() -> None:
+    """They are validated once, as Anthropic's; what is made of them must be valid as ours."""
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "12"}, PICTURE]}
+    talk = [
+        {"role": "user", "content": [PICTURE, {"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "b"}, USE]},
+        {"role": "user", "content": [result, {"type": "text", "text": "more"}]},
+    ]
+    choice = {"type": "tool", "name": "f", "disable_parallel_tool_use": True}
+    body = {"max_tokens": 8, "system": "s", "messages": talk, "tools": [SEARCH], "tool_choice": choice}
+    function = {"name": "f", "arguments": {"x": [1]}}
+    picture = {"type": "image_url", "image_url": "data:image/png;base64,aGk="}
+    want = ChatRequest.model_validate(
+        {
+            "max_tokens": 8,
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [picture, {"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": "b"}],
+                    "tool_calls": [{"id": "c", "type": "function", "function": function}],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "12[image: can't be read here]"},
+                {"role": "user", "content": [{"type": "text", "text": "more"}]},
+            ],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+        }
+    )
+    got = AnthropicWire().parse(json.dumps(body).encode())
+    assert got.model_dump(exclude=NOT_COMPARED) == want.model_dump(exclude=NOT_COMPARED)
+    assert [m.images for m in got.messages] == [m.images for m in want.messages]
+
+
+NOT_COMPARED = {"messages": {1: {"content": {0: {"image_url"}}}}}  # its data URL is in `image`
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"tools": [{**SEARCH, "name": "not a name"}]}, "tools[0].name"),
+        ({"messages": [{"role": "assistant", "content": [{**USE, "name": "?"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": [{**USE, "name": None}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"system": "s", "messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ],
+)
+def test_an_error_names_the_field_of_anthropic_s_api(fields: dict[str, Any], param: str) -> None:
+    """It named fields of the translation: tools[0].function.name, messages[1] for the first behind a system text."""
+    body = {"max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], **fields}
+    with pytest.raises(ApiError) as error:
+        AnthropicWire().read(json.dumps(body).encode())
+    assert error.value.status == 400 and error.value.param == param
+
+
 def codex() -> ChatRequest:
     """0.169: two messages of the developer's, two of the user's, calls and what came of them."""
     said = [("developer", "s"), ("developer", "t"), ("user", "a"), ("user", "b")]
