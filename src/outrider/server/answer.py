@@ -65,7 +65,7 @@ class Job:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Each once, however many answers it has."""
+        """Distinct prompts of the requests: several answers share one."""
         return list({id(r.prompt): r.prompt for r in self.requests}.values())
 
 
@@ -160,7 +160,7 @@ class AnswerChoice:
 
     @property
     def parts(self) -> list[OutputPart]:
-        """Everything, as if one event had brought it."""
+        """The whole answer so far, as parts."""
         calls = [(OutputPart("call", c.name, i), OutputPart("args", c.arguments, i)) for i, c in enumerate(self.calls)]
         said = [OutputPart("reasoning", self.reasoning), OutputPart("content", self.content)]
         return join([*said, *itertools.chain(*calls)])
@@ -261,11 +261,11 @@ class Wire(Protocol):
             raise ApiError(415, message, code="unsupported_media_type")
 
     def read(self, raw: bytes) -> ChatRequest | CompletionRequest:
-        """The validated body; what is wrong with it is an `ApiError`."""
+        """Validates a body; raises `ApiError` if it is wrong."""
         return read(raw, self.parse)
 
     def body(self, answer: Answer) -> bytes:
-        """An answer in one piece, as it is sent."""
+        """Encodes an answer that is sent in one piece."""
         return encoded(self.whole(answer))
 
     def opening(self, answer: Answer) -> str:
@@ -304,8 +304,8 @@ def compact_json(value: object) -> str:
 
 
 def arguments_of(text: str) -> object:
-    """A call's arguments as an object that JSON can say: null for NaN, a ? for a lone surrogate. Of a call that was
-    cut off, nothing is known."""
+    """A call's arguments as an object that is valid JSON: null for NaN, a ? for a lone surrogate. Empty if the call was
+    cut off."""
     try:
         arguments = json.loads(text or "{}", parse_constant=lambda word: None)
         return json.loads(json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))

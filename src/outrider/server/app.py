@@ -62,7 +62,7 @@ class ReceivedBody:
         return len(self.raw) > LONG
 
     async def work(self, function: Callable[[], T], media: bool = False) -> T:
-        """Off the event loop, in the client's turn. media: images or clips may be decoded."""
+        """Runs a function in a thread, in the client's turn. media: it may decode images or clips."""
         lane: Lane = "media" if media else "long" if self.long else "short"
         return await self.lanes[lane].run(self.client, function)
 
@@ -95,7 +95,7 @@ class Server:
 
     @classmethod
     def offline(cls, backend: ServedModel, settings: ServerSettings) -> Server:
-        """For files of requests: refuses nothing for its number or time; a second batch always waits."""
+        """A server for files of requests, without limits on their number or time."""
         settings = replace(
             settings, max_concurrent=2 * settings.max_concurrent, max_queued=UNBOUNDED, timeout=float(UNBOUNDED)
         )
@@ -116,7 +116,7 @@ class Server:
             return done(api_error(e, request.state.request_id))
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
-        """An answer that needs no engine: texts and token ids."""
+        """Answers without the engine: texts and token ids."""
         async with self.received(request) as received:
             several = len(self.pool.slots) > 1 and received.raw
             named = await received.parsed(Named.model_validate_json) if several else Named()
@@ -152,7 +152,7 @@ class Server:
             raise timed_out(self.time_limit(request)) from None
 
     def time_limit(self, request: Request) -> float:
-        """Seconds for each phase of a request; lines of a batch bring a limit of their own."""
+        """Seconds for each phase of a request; lines of a batch have another limit."""
         seconds: float = getattr(request.state, "time_limit", self.settings.timeout)
         return seconds
 

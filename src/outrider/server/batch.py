@@ -64,7 +64,7 @@ class BatchProgress:
 
 
 class BadLine(Exception):
-    """A line that is not a request at all."""
+    """Raised for a line that is not a request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class BadLine(Exception):
 
 
 def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
-    """The requests of a file; blank lines are none. `salt` is what an answer depends on besides its line."""
+    """The requests of a file, without blank lines. `salt`: model and seed, on which answers depend as well."""
     plain = not source.exists() or source.is_file() or source.is_dir()
     require(plain, f"cannot read {source}: not a plain file, and a run reads its requests more than once")
     with bad_input(OSError, lambda e: f"cannot read {source}: {e.strerror}"), source.open("rb") as file:
@@ -302,7 +302,7 @@ def receiving(body: bytes, gone: asyncio.Event) -> Receive:
 
 
 class WorkerLost(Exception):
-    """The worker is gone."""
+    """Raised by a worker, or by its calls, when it dies."""
 
 
 @dataclass(eq=False)
@@ -336,7 +336,7 @@ class WorkerPool:
         raise ApiError(500, message, code="engine_error")
 
     async def _made(self) -> Answerer:
-        """No line is to blame for a worker that is lost while it loads."""
+        """Starts a worker. No line is to blame if it is lost while it loads."""
         for _ in range(MOST_DEATHS):
             try:
                 return await self._make()

@@ -164,7 +164,7 @@ class Batches(ClientStore[Batch]):
         batch.failed += not fine
 
     async def _record_expired(self, batch: Batch, recorded: set[str]) -> None:
-        """Every line without a result gets one that says why, as OpenAI has it."""
+        """Writes a result for every line that has none, which says why, as OpenAI does."""
         message = "The batch's completion window ended before this line was answered."
         error = {"code": "batch_expired", "message": message}
         lines = await asyncio.to_thread(lambda: [*read_lines(batch.source.path, batch.id)])

@@ -149,7 +149,7 @@ class Call:
             self.close()
 
     async def chunks(self) -> AsyncIterator[str]:
-        """Errors after the first byte can only be told inside the stream."""
+        """The stream of the answer. Errors after its first byte are events of the stream."""
         wire = self.wire
         answer = self.answer
         try:
@@ -241,7 +241,7 @@ class Call:
         log.info("%s %d choice(s): %s in %.2f s, finished: %s", self._route, len(choices), num_tokens, seconds, reasons)
 
     def _note_standing(self) -> None:
-        """Tell how much of the answer its client read (standing.py)."""
+        """Records how much of the answer its client read (standing.py)."""
         standing = self._server.pool.standing
         if self.answer.finished:
             standing.read(self._client)

@@ -36,7 +36,7 @@ BLOCK = 1 << 18  # bytes that are counted at once, in less than a millisecond
 
 
 class ApiError(Exception):
-    """An answer that isn't 200. `param` names the field at fault."""
+    """An error that the client sees. `param` names the field at fault."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """For logs: the kind of error, without any text of the request."""
+        """The kind of error for logs, without text of the request."""
         return self.code or self._kind("server_error")
 
     def _kind(self, ours: str) -> str:
@@ -128,7 +128,7 @@ def shutting_down() -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """One line about the most telling of pydantic's complaints (unknown fields first, then the deepest)."""
+    """One line about the most helpful of pydantic's complaints: unknown fields first, then the deepest."""
     complaints: Sequence[ErrorDetails] = error.errors(include_url=False, include_input=False)
     first = min(complaints, key=lambda c: (c["type"] != "extra_forbidden", -len(c["loc"])))
     unknown = first["type"] == "extra_forbidden"

@@ -33,7 +33,7 @@ class WaitEstimate:
         self._sum = self._weight = 0.0
 
     def held(self, seconds: float, at_once: int) -> None:
-        """A place was held so long, as one of `at_once`."""
+        """Records that a place was held for so long, as one of `at_once`."""
         self._sum = 0.8 * self._sum + seconds * seconds / max(1, at_once)
         self._weight = 0.8 * self._weight + seconds
 
@@ -86,7 +86,7 @@ class FairQueue(Generic[T]):
             self._of[client] = left
 
     def clear(self) -> list[T]:
-        """Everything that waited."""
+        """Empties the queue; the items that waited."""
         items = [entry[2] for entries in self._of.values() for entry in entries]
         self._of = {}
         return items
@@ -197,7 +197,7 @@ class FairExecutor:
         self._done: list[tuple[asyncio.Future[object], object, BaseException | None]] = []
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """A cancelled caller's work keeps its thread until it is done: a thread can't be stopped."""
+        """Runs work in a thread. If the caller is cancelled, started work keeps its thread until its end."""
         loop = asyncio.get_running_loop()
         piece: Piece = (work, loop.create_future())
         with self._lock:

@@ -50,7 +50,7 @@ SECURITY_HEADERS = (
 
 
 class Admission:
-    """Counts: at most `most` sequences in flight, and no client more than its share of them while it has some."""
+    """Limits the sequences in flight: at most `most`, and for one client its share of them while it has some."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.most = settings.max_concurrent + settings.max_queued
@@ -139,8 +139,8 @@ class Keys:
 
 
 def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:
-    """Not in a frame of the error's traceback: it would be a cycle, and keep the request's body until a full
-    collection."""
+    """The answer of an error. Made outside of the error's frames: as a reference cycle it would keep the request's body
+    until a full collection."""
     state["refusal"] = error.reason
     response = error.response(path)
     if error.code == "two_lengths":
@@ -236,7 +236,7 @@ class RequestGuard:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
 
     def _host(self, headers: dict[str, str]) -> None:
-        """On loopback no foreign host names (DNS rebinding)."""
+        """Refuses foreign host names on loopback (DNS rebinding)."""
         host = headers.get("host", "")
         origin = headers.get("origin", "")
         if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):

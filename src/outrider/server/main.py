@@ -113,7 +113,7 @@ def address(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """Formats a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

@@ -25,7 +25,7 @@ PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class MediaKind:
-    """Words for one kind in errors, and what is asked for."""
+    """Words for one kind of media in errors, and its Accept header."""
 
     noun: str
     subject: str  # the beginning of a sentence about all of it
@@ -52,7 +52,7 @@ def addresses(host: str, port: int) -> list[str]:
 
 
 def public(address: str) -> bool:
-    """No private, loopback, link-local, multicast or reserved address, nor one of these inside an IPv6 address."""
+    """False for private, loopback, link-local, multicast and reserved addresses, also inside of an IPv6 address."""
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -100,7 +100,7 @@ def _address(url: str, allowed_hosts: frozenset[str], kind: MediaKind) -> Addres
 
 
 def _get(address: Address, ip_address: str, kind: MediaKind, deadline: float) -> bytes:
-    """ip_address: one of the host's that was checked."""
+    """ip_address: a checked address of the host."""
 
     def seconds_left() -> float:
         return max(0.01, deadline - time.monotonic())

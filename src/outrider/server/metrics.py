@@ -68,7 +68,7 @@ class ServerMetrics:
         self.tokens_per_cycle = histogram("tokens_per_cycle", "Mean tokens per cycle, per request.", CYCLE_TOKENS)
         self.end_to_end = histogram("request_seconds", "Submission to last token of a call.")
         self.queued = histogram("queue_seconds", "Arrival of a call to its submission.")
-        self.ignored = counter("ignored_fields", "Fields that were sent and change nothing.", ["field"])
+        self.ignored = counter("ignored_fields", "Request fields accepted but ignored.", ["field"])
         self.aborted = counter("requests_aborted", "Clients that went away, and time-outs.")
         Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r).set_function(in_flight)
         build = Gauge("outrider_build_info", "Always 1.", ["version", "python", "torch"], registry=r)
@@ -125,7 +125,7 @@ class ServerMetrics:
         )
         yield _labelled(CounterMetricFamily, "model_loads", "Times a model was loaded.", label="model", values=loads)
         yield _labelled(
-            CounterMetricFamily, "model_evictions", "Times a model made room for another.", label="model", values=gone
+            CounterMetricFamily, "model_evictions", "Times a model was evicted for another.", label="model", values=gone
         )
 
 

@@ -235,7 +235,7 @@ def ollama_show(slot: PoolSlot, started: int) -> Json:
 
 
 def props(preparer: Preparer, slot: PoolSlot, server: ServerSettings) -> Json:
-    """llama.cpp's, with the sampling that each protocol's requests get where they say nothing."""
+    """/props in llama.cpp's form, with the default sampling of each protocol."""
     files = preparer.tokenizer.files
     protocols = (("openai", OPENAI), ("anthropic", OPENAI), ("ollama", OLLAMA))
     sampling = {name: preparer.defaults(protocol) for name, protocol in protocols}

@@ -67,7 +67,7 @@ class LoadedModel:
         self.prepare = Preparer(backend, replace(settings, model_name=name))
 
     async def stop(self) -> None:
-        """End what runs. May be called twice."""
+        """Ends what runs. May be called twice."""
         await self.runner.stop()
         self.grammars.close()
         self.backend.tokenizer.elsewhere = None
@@ -150,7 +150,7 @@ class ModelPool:
 
     @classmethod
     def of(cls, backend: ServedModel, settings: ServerSettings) -> ModelPool:
-        """One model that is there from the beginning and stays."""
+        """A pool of one model, which is loaded already and stays."""
         pool = cls([PoolSlot(settings.model_name, lambda: backend)], None, settings)
         pool.load_first()
         return pool
@@ -206,7 +206,7 @@ class ModelPool:
         return self.first, f"the model '{shown}' is not served here; '{self.first.name}' answered"
 
     def find(self, name: str | None) -> PoolSlot:
-        """By its exact name; without a name, it is the first."""
+        """The model of this exact name; the first if there is no name."""
         if name is None:
             return self.first
         if name not in self.slots:
@@ -228,12 +228,12 @@ class ModelPool:
     # ---- borrowing
 
     def start(self) -> None:
-        """On the event loop that will serve."""
+        """Call on the event loop that will serve."""
         for model in self.loaded:
             model.runner.start()
 
     def ready(self, slot: PoolSlot) -> bool:
-        """Can be borrowed without waiting: it is loaded, and no other model has waited long for its memory."""
+        """True if the model can be borrowed at once: loaded, and no other one has waited long for its memory."""
         head = self._waiting[0] if self._waiting else None
         late = head is not None and time.monotonic() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
         return slot.model is not None and not late
@@ -260,7 +260,7 @@ class ModelPool:
         self._tend()
 
     async def stop(self) -> None:
-        """End everything. May be called twice."""
+        """Ends all models. May be called twice."""
         for waiting in self._waiting:
             if not waiting.turn.done():
                 waiting.turn.set_exception(shutting_down())
@@ -346,7 +346,7 @@ class ModelPool:
 
 
 def total(counted: Sequence[Metrics]) -> Metrics:
-    """Field by field."""
+    """Sums metrics field by field."""
     out = Metrics()
     for metrics in counted:
         for f in fields(Metrics):
@@ -374,7 +374,7 @@ def _free() -> None:
 
 
 def read_names(given: Sequence[str]) -> dict[str, str]:
-    """{name: what is loaded}"""
+    """Models by name."""
     out: dict[str, str] = {}
     for text in given:
         alias = None if Path(text).exists() else ALIAS.fullmatch(text)
@@ -386,7 +386,8 @@ def read_names(given: Sequence[str]) -> dict[str, str]:
 
 
 def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
-    """(bytes of weights and K/V, tokens of context, what is known), nothing loaded. Fails for one that can't be had."""
+    """Bytes of weights and K/V, tokens of context, and a description, without loading. Raises if the model cannot be
+    resolved."""
     files = hub.resolve(model, weights=False)
     config = model_config(files)
     dtype = torch.float16  # of K/V, on nearly every machine

@@ -47,7 +47,7 @@ def read_form(content_type: str, raw: bytes, fields: str) -> dict[str, FormPart]
 
 
 def _boundary(content_type: str) -> bytes | None:
-    """None: this is no form, or its header names no boundary."""
+    """The boundary that the header names; None if there is none or the body is not a form."""
     header = Message()
     header["content-type"] = content_type
     if header.get_content_type() != FORM:
@@ -60,7 +60,7 @@ def _boundary(content_type: str) -> bytes | None:
 
 
 def _part(section: bytes) -> tuple[str, FormPart] | None:
-    """Name and content of what stands between two boundaries; None without a name."""
+    """Name and content of the part between two boundaries; None if it has no name."""
     _, _, behind_boundary = section.partition(b"\r\n")
     head, blank_line, content = (b"\r\n" + behind_boundary).partition(b"\r\n\r\n")
     if not blank_line or len(head) > MAX_HEAD_BYTES:
@@ -75,7 +75,7 @@ def _part(section: bytes) -> tuple[str, FormPart] | None:
 
 
 def refuse_other_types(content_type: str) -> None:
-    """Refuses a body that is no form before it is read."""
+    """Refuses a body that is not a form before it is read."""
     if content_type.partition(";")[0].strip().lower() != FORM:
         message = f"The body must be a form: send 'Content-Type: {FORM}'."
         raise ApiError(415, message, code="unsupported_media_type")

@@ -78,7 +78,7 @@ def asks_nothing(raw: bytes) -> bool:
 
 
 def untagged(name: str | None) -> str | None:
-    """Ollama's clients write smollm2:latest for smollm2."""
+    """Drops :latest, which Ollama's clients write behind a name."""
     return None if name is None else name.removesuffix(":latest")
 
 
@@ -193,7 +193,7 @@ class OllamaWire(Wire):
         return _dumped(error.body_for("/api/"))
 
     def loaded(self, model: str) -> Json:
-        """The answer to a call that asks nothing. `keep_alive: 0` changes nothing: a model goes when another comes."""
+        """The answer to a call without a prompt. `keep_alive: 0` has no effect: another model evicts this one."""
         return {**self._line(model), "done": True, "done_reason": "load"}
 
     def _line(self, model: str, text: str = "", thought: str = "", calls: Sequence[ToolCall] = ()) -> Json:

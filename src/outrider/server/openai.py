@@ -194,7 +194,7 @@ def usage(answer: Answer) -> Json:
 
 
 def _prompt_scores(answer: Answer, choice: AnswerChoice) -> list[tuple[int, Table]]:
-    """The prompt's own tokens, if the answer includes them."""
+    """Tokens of the prompt and their log-probabilities, if the answer includes them."""
     return list(zip(choice.prompt, answer.scores.get(id(choice.prompt), ()))) if answer.job.echo_logprobs else []
 
 

@@ -67,7 +67,7 @@ class Outbox:
             self._soon.discard(id)
 
     def open(self, streams: int) -> None:
-        """Now is the time to write. streams: how many there are."""
+        """Begins to write. streams: their number."""
         now = time.perf_counter()
         gap = now - self._opened
         self._opened = now
@@ -89,7 +89,7 @@ class Outbox:
         self._call_soon(lambda: self._hand_over(count))
 
     def flush(self) -> None:
-        """Everything, at once."""
+        """Writes all events at once."""
         if self._waiting:
             self._call_soon(lambda: self._hand_over(None))
 

@@ -125,7 +125,7 @@ class TextParser(ABC):
 
 
 class PlainText:
-    """Everything is content."""
+    """Takes the whole text as content."""
 
     calls = 0
 
@@ -137,7 +137,7 @@ class PlainText:
 
 
 class ParserChain:
-    """Thoughts first, then tool calls in what is left."""
+    """Splits off thoughts, then tool calls from the content."""
 
     def __init__(self, thoughts: Parser, tools: Parser) -> None:
         self._thoughts = thoughts

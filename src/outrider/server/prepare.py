@@ -109,7 +109,7 @@ class Preparer:
     def engine_requests(
         self, body: Common, prompts: list[list[int]], *, params: SamplingParams, n: int, hint: tuple[int, ...] = ()
     ) -> list[Request]:
-        """`n` for each prompt, with both bounds of an answer's length as far as the context has room behind it."""
+        """`n` requests for each prompt. Both bounds of an answer's length are cut to the room in the context."""
         draft_tokens = body.outrider.draft_tokens
         k = None if draft_tokens == "auto" else draft_tokens
         group = uuid.uuid4().hex
@@ -169,7 +169,7 @@ class Preparer:
     # ---- prompt
 
     def conversation(self, body: ChatRequest) -> ChatPrompt:
-        """The model's prompt for it."""
+        """Renders a conversation as the model's prompt."""
         self.answers(body)
         return self._prompt(body)
 
@@ -306,7 +306,7 @@ class Preparer:
             raise bad("The text is not valid Unicode.") from e
 
     def _check_beginning(self, text: str, field: str) -> None:
-        """Refuses a text whose beginning alone has half as many tokens again as fit."""
+        """Refuses a text whose beginning alone has 1.5 times the tokens that fit."""
         head = 3 * self.longest_prompt
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)

@@ -46,7 +46,7 @@ def with_soft_tokens(ids: Sequence[int], media: Media, model: ServedModel, hosts
 
 
 def _check_count(items: Sequence[object], encoder: SoftEncoder) -> None:
-    """Refuses too many before any is fetched."""
+    """Refuses too many images or clips before any is fetched."""
     if len(items) > encoder.max_items:
         message = f"{len(items)} {encoder.noun}s; at most {encoder.max_items} are allowed in a prompt"
         raise OutriderError(message)

@@ -225,7 +225,7 @@ class ResponsesWire(Wire):
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _response(self, answer: Answer) -> Json:
-        """Stored for the requests that go on from it, unless its sender does not want that."""
+        """The response object, which is stored for later requests unless `store` is false."""
         one = answer.choices[0]
         cut = one.finish == "length"
         response = {
@@ -300,7 +300,7 @@ class ResponsesWire(Wire):
         return self._event(f"{EVENTS[self._open]}.delta", delta=text, **more)
 
     def _finish(self) -> str:
-        """The open item is complete."""
+        """Completes the open item."""
         if not self._open:
             return ""
         item = self._items[-1]
@@ -317,7 +317,7 @@ class ResponsesWire(Wire):
 
 
 def _empty(kind: str) -> dict[str, Any]:
-    """An item of text."""
+    """A new output item without text."""
     id = secrets.token_hex(12)
     part = {"type": EVENTS[kind], "text": ""}
     if kind == "reasoning":

@@ -47,7 +47,7 @@ class Route:
 
     @property
     def without_version(self) -> Route:
-        """Some clients are given the address without /v1."""
+        """The route without /v1, for clients whose base address lacks it."""
         return replace(self, path=self.path.removeprefix("/v1"), documented=False)
 
 

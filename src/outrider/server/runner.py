@@ -167,7 +167,7 @@ class Runner:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort what runs and end the thread. May be called twice."""
+        """Aborts what runs and ends the thread. May be called twice."""
         self._stopping = True
         if self._thread.is_alive():
             self._commands.put(None)
@@ -184,7 +184,7 @@ class Runner:
             raise
 
     def abort(self, id: str) -> None:
-        """No client reads this request any more. A prompt that is being read may go on to its end, for a retry."""
+        """Drops a request without a reader. A prompt in prefill may go on to its end, for a retry."""
         self._commands.put(lambda: self._abort(id, may_detach=True))
 
     def pause(self, id: str, on: bool) -> None:
@@ -280,7 +280,7 @@ class Runner:
             self._outbox.hurry()
 
     def _fail(self, error: Exception) -> None:
-        """A step raised: it is unknown which sequences it has corrupted, so all that were in it fail."""
+        """Handles a step that raised. It is unknown which sequences it has corrupted, so all that were in it fail."""
         self._engine.metrics.failed_steps += 1
         self._failures += 1
         # our own say in a line what the machine lacks

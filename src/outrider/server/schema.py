@@ -238,7 +238,7 @@ GUIDES: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "c
 
 
 class StructuredOutputs(Strict):
-    """One of them."""
+    """vLLM's constraints on an answer; one may be set."""
 
     json_: str | dict[str, object] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -351,7 +351,7 @@ class Common(Strict):
 
     @property
     def formats(self) -> list[tuple[str, Kind, object]]:
-        """Everything that says what the answer must match: (field, kind, what)."""
+        """Constraints on the answer's form: (field, kind, constraint)."""
         so = self.structured_outputs or StructuredOutputs()
         form = self.response_format
         any_object = {"type": "object"}
@@ -428,7 +428,7 @@ class ChatRequest(Common):
 
     @property
     def alternatives(self) -> int | None:
-        """Likeliest tokens that are told with each token; None: no log-probabilities are told."""
+        """Number of likeliest tokens reported with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

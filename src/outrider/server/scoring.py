@@ -43,7 +43,7 @@ MOST = 2048  # inputs of a call, as OpenAI has it
 
 
 async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priority: int = 0) -> None:
-    """To the end of it. One place is held meanwhile."""
+    """Runs scoring work to its end. It holds one place in the engine."""
     await model.turns.acquire(client, priority)
     try:
         while await model.runner.call(work.step):
@@ -100,7 +100,7 @@ class EmbedBody(EmbeddingsRequest):
 
 
 class OldEmbedBody(EmbedBody):
-    """Ollama's older route."""
+    """Body of Ollama's older route."""
 
     input: Prompts = Field(alias="prompt")
 

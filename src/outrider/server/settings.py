@@ -100,7 +100,7 @@ class ServerSettings:
 
 
 def check_certificate(certificate: Path, key: Path | None) -> None:
-    """Now, and not after the model was loaded."""
+    """Fails now rather than after the model was loaded."""
     what = f"{certificate}" + (f" with {key}" if key is not None else "")
     wrong = (OSError, ValueError)  # ssl's own errors are OSErrors
     with bad_input(wrong, lambda e: f"can't use the certificate {what}: {getattr(e, 'strerror', None) or e}"):

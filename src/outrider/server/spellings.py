@@ -44,7 +44,7 @@ Integer = Annotated[int, BeforeValidator(whole)]
 
 
 def top(value: object) -> object:
-    """vLLM's -1: as many as the server tells."""
+    """vLLM's -1: as many as the server reports."""
     return MOST_LOGPROBS if value == -1 else whole(value)
 
 

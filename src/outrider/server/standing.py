@@ -36,15 +36,15 @@ class Standing:
         self._until: Mapping[str, float] = {}  # when a client leaves the background; replaced, never changed
 
     def left(self, client: str, unread_tokens: int) -> None:
-        """A client left an answer; so many of its tokens were not read."""
+        """Records that a client left an answer, and how many of its tokens it did not read."""
         self._add(client, 1.0 + unread_tokens / UNREAD_TOKENS)
 
     def unused(self, client: str) -> None:
-        """A connection of this client ended without an answer, or with refusals only."""
+        """Records a connection that ended without an answer, or with refusals only."""
         self._add(client, 1.0)
 
     def read(self, client: str) -> None:
-        """A client read an answer to its end."""
+        """Records that a client read an answer to its end."""
         if client in self._waste:
             self._add(client, -1.0)
 

@@ -30,13 +30,13 @@ TAGGED_ID = re.compile(r"(?:file-|batch_|resp_)([0-9a-f]{8})-[0-9a-f]+")
 
 
 def stored_id(prefix: str, tag: str, unique: str | None = None) -> str:
-    """An id of something stored. `tag`: of the replica that stores it, in a cluster."""
+    """A new id. `tag`: of the replica that stores the object, in a cluster."""
     unique = uuid.uuid4().hex if unique is None else unique
     return f"{prefix}{tag}-{unique}" if tag else f"{prefix}{unique}"
 
 
 def absent(id: str, tag: str) -> str:
-    """Why there is nothing of this id here."""
+    """The reason why nothing of this id is stored here."""
     match = TAGGED_ID.fullmatch(id)
     if tag and match is not None and match[1] != tag:
         return "it was stored by a replica that is gone"
@@ -76,7 +76,7 @@ T = TypeVar("T", bound=Owned)
 
 
 class ClientStore(Generic[T]):
-    """Things by their id. A client finds only its own."""
+    """Stored objects by id. A client finds only its own."""
 
     def __init__(self, what: str, tag: str = "") -> None:
         """`tag`: of the replica that stores them, in a cluster."""

@@ -14,7 +14,7 @@ from .schema import ChatRequest, Lenient, TokenId
 
 
 class TokenizeRequest(Lenient):
-    """A text, or what /v1/chat/completions would read: `messages`, and what else shapes a prompt."""
+    """A text, or a conversation: `messages` and the other fields of a chat request that shape its prompt."""
 
     model_config = ConfigDict(extra="allow")
     prompt: str | None = None

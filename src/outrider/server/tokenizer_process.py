@@ -24,7 +24,7 @@ class TokenizerProcess:
         self._child = ChildProcess(__file__, lambda: tokenizer().encode())
 
     def ids(self, text: str, special: bool) -> list[int]:
-        """From any thread; blocks until it is done."""
+        """Token ids of a text. Blocks; may be called from any thread."""
         data = bytes([special]) + text.encode()  # UnicodeError where it is none
         try:
             return array("i", self._child.call(data)).tolist()
@@ -41,7 +41,7 @@ class TokenizerProcess:
 
 
 def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
-    """In the process itself."""
+    """Main function of the process."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(next(frames).decode())

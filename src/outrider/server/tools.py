@@ -108,7 +108,7 @@ class GemmaCalls(_Calls):
                 self._pop()
 
     def _key(self) -> Reading[bool]:
-        """False: the object ended."""
+        """Reads a key up to its colon. False: the object ended."""
         text = ""
         while True:
             char = yield from self._char()
@@ -124,7 +124,7 @@ class GemmaCalls(_Calls):
         return True
 
     def _value(self) -> Reading[bool]:
-        """Whether the list or object ended with the value. Where there is none, an object's is null."""
+        """Reads a value; True if the list or object ended with it. A missing value in an object is null."""
         text = ""
         comma, missing = (self._comma, "") if self._in_list else ("", "null")
         try:
@@ -255,14 +255,14 @@ class JsonCalls(_Calls):
         self._raw.append(self._raw.pop().removesuffix(rest))
 
     def _end(self, stage: str, text: str, nesting: _Nesting) -> None:
-        """The end of an object, which closes what is open."""
+        """Ends an object: closes its open brackets and strings."""
         if stage == "args":
             self._args("".join(reversed(nesting.open[1:])))
         elif stage == "head" and text:
             self._whole(text + "".join(reversed(nesting.open)))
 
     def _whole(self, text: str) -> None:
-        """A call out of a whole object."""
+        """Emits the call that a whole object describes."""
         call = loaded(text)
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
@@ -303,7 +303,7 @@ def _drop(text: str) -> None:
 
 
 class _Broken(Exception):
-    """Not JSON of the right shape."""
+    """Raised for text that is not JSON of the right shape."""
 
 
 def _dumps(value: object) -> str:

@@ -42,7 +42,7 @@ class Tracing:
     def ended(
         self, headers: Mapping[str, str], request_id: str, route: str, answer: Answer, model: str, began: float
     ) -> None:
-        """A call is over, however it ended. began: its arrival by time.time(). `traceparent` names the parent."""
+        """Records a call that has ended. began: its arrival by time.time(). `traceparent` names the parent."""
         end = time.time()
         choices = answer.choices
         attributes: dict[str, str | int | float | list[str]] = {

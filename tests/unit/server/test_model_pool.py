@@ -346,7 +346,7 @@ def test_a_batch_does_not_load_a_broken_model_again_and_again() -> None:
         body = {"model": "b", "messages": [{"role": "user", "content": "Say it"}]}
         line = BatchLine(1, "batch_req_1", b"")
         url = "/v1/chat/completions"
-        status, _ = await answered(Server(pool, ServerSettings("a", port=0)), "me", line, url, body)
+        status, _ = await answered(Server(pool, ServerSettings("a", port=0)), line, url, body, client="me")
         assert status == 503 and loader.order == ["b"]
 
     run(work)
