@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
@@ -36,6 +37,7 @@ from .prefix import prefix_keys
 from .totals import Snapshot, Totals
 
 log = logging.getLogger("outrider.cluster")
+LONG_BODY = 8 << 10  # bytes from which a body is read for its owner in a thread
 KEPT_HEADERS = (b"content-type", b"accept", b"x-outrider-stats", b"anthropic-version", b"user-agent")
 OURS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
 WIRES: dict[str, Callable[[], Wire]] = {
@@ -244,6 +246,7 @@ async def _read(scope: Scope, receive: Receive) -> Forward:
         (b"content-length", str(len(body)).encode()),
     )
     prefix = prefix_keys(body) if scope["method"] == "POST" else ()
+    owner = partial(owner_of, scope["path"], body)
     return Forward(
         method=scope["method"],
         path=scope["path"],
@@ -252,5 +255,5 @@ async def _read(scope: Scope, receive: Receive) -> Forward:
         body=body,
         client=state["client"],
         prefix=prefix,
-        owner=owner_of(scope["path"], body),
+        owner=owner() if len(body) <= LONG_BODY else await asyncio.to_thread(owner),
     )

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+from ..server.errors import ApiError, check_size
 from ..server.stores import TAGGED_ID
 
 OWNER_FIELDS = ("previous_response_id", "input_file_id")  # of a body, by whose value it is routed
@@ -21,7 +22,8 @@ def replica_tag(name: str) -> str:
 
 
 def owner_of(path: str, body: bytes) -> str:
-    """Tag of the replica that must answer; empty if any may."""
+    """Tag of the replica that must answer; empty if any may. Reads bodies that name an object: call it for large ones
+    off the event loop."""
     in_path = TAGGED_ID.search(path)
     if in_path is not None:
         return in_path[1]
@@ -29,8 +31,9 @@ def owner_of(path: str, body: bytes) -> str:
         if f'"{field}"'.encode() not in body:
             continue
         try:
+            check_size(body)
             fields = json.loads(body)
-        except (ValueError, RecursionError):
+        except (ApiError, ValueError, RecursionError):
             return ""  # the replica says what is wrong with it
         value = fields.get(field) if isinstance(fields, dict) else None
         in_body = TAGGED_ID.fullmatch(value) if isinstance(value, str) else None

@@ -19,6 +19,7 @@ from outrider.cluster.owner import owner_of, replica_tag
 from outrider.cluster.replica import Replica
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
 from outrider.server.batch import receiving
+from outrider.server.errors import MAX_MEMBERS
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 
@@ -357,3 +358,11 @@ def test_owners_are_read_from_paths_and_fields_only() -> None:
     ):
         assert owner_of("/v1/responses", other) == ""
     assert owner_of("/v1/responses", b'{"previous_response_id"') == "" == owner_of("/v1/files/file-12ab", b"")
+
+
+def test_a_body_that_is_dear_to_read_is_not_read_for_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four megabytes of objects hold an ingress's event loop for half a second; every replica refuses them."""
+    body = b'{"previous_response_id": "resp_12ab", "input": [' + b"{}," * MAX_MEMBERS + b"{}]}"
+    read: list[bytes] = []
+    monkeypatch.setattr(json, "loads", read.append)
+    assert owner_of("/v1/responses", body) == "" and read == []
