@@ -11,13 +11,14 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.dummy_checkpoint import write_gguf
 from tests.engines import request, run
 from tests.kv import build_kv
 from tests.unit.engine.test_host_cycle import engines
-from tests.unit.ops.test_cpu_packing import part
+from tests.unit.ops.test_cpu_packing import HALVES, part, set_half
 from tests.unit.weights.test_gguf_load import EDGE, MOE, QWEN
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.backend import ExpertWeights
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
-from outrider.ops.cpu.lib import PackedKind
+from outrider.ops.cpu.lib import FILE_TYPES, PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight, c_weight
 from outrider.ops.formats import BLOCKS
@@ -37,7 +38,7 @@ from outrider.train import design
 from outrider.types import DraftNoise, SamplingParams
 from outrider.weights.load import dummy_weights, load_target
 
-KINDS = (*BLOCKS, "mixed", "float32", "bfloat16", "float16")
+KINDS = (*FILE_TYPES, "mixed", "float32", "bfloat16", "float16")
 REF = ReferenceOps()
 
 
@@ -78,18 +79,15 @@ def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int
 
 def test_extremes_do_not_saturate(ops: CpuOps) -> None:
     """All weights and activations at their ends: 16-bit sums would overflow."""
-    half = torch.tensor([0.5, -1.0], dtype=torch.float16).view(torch.uint8).numpy()
-    for kind in BLOCKS:
+    for kind in FILE_TYPES:
         p = part(kind, 16, 256)
         blocks = p.tensors["blocks"].numpy().reshape(-1, BLOCKS[kind][1])
         for fill in (0xFF, 0x80, 0x00):
             blocks[:] = fill
             if kind == "Q6_K":
-                blocks[:, 192:208], blocks[:, 208:210] = 0x7F, half[:2]
-            else:
-                blocks[:, :2] = half[:2]
-                if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-                    blocks[:, 2:4] = half[2:]
+                blocks[:, 192:208] = 0x7F
+            for at, value in zip(HALVES.get(kind, (0,)), (0.5, -1.0), strict=False):
+                set_half(kind, blocks, at, np.full(len(blocks), abs(value) if kind == "MXFP4" else value))
             w = ops.packer.pack([p])
             assert torch.equal(ops.unpack(w), p.dense())
             for sign in (1.0, -1.0):

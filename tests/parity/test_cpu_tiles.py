@@ -17,6 +17,7 @@ from tests.parity.test_cpu_kernels import KINDS, seeded, weight
 
 from outrider.ops.backend import ExpertWeights
 from outrider.ops.cpu import build
+from outrider.ops.cpu.lib import FILE_TYPES
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import BLOCKS
 
@@ -51,7 +52,7 @@ def test_any_number_of_rows_has_the_bits_of_one(tiles: CpuOps, kind: str) -> Non
     assert torch.equal(tiles.linear(many, w)[some], torch.cat([tiles.linear(many[i : i + 1], w) for i in some]))
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_every_level_with_the_same_lanes_has_the_same_bits(tiles: CpuOps, kind: str) -> None:
     k = COLUMNS[kind]
     plain = CpuOps(threads=2, isa="avx512bf16")

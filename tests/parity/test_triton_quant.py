@@ -25,7 +25,7 @@ from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.quant import quant_linear  # noqa: E402
 from outrider.ops.triton.quant_config import QuantTile, fit  # noqa: E402
-from outrider.ops.triton.repack import Codes, Parts, QuantWeight, repack  # noqa: E402
+from outrider.ops.triton.repack import GGUF_CODES, Codes, Parts, QuantWeight, repack  # noqa: E402
 from outrider.ops.triton.wna16_gemv import WNA16Gemv  # noqa: E402
 from outrider.weights.load import load_target  # noqa: E402
 
@@ -70,10 +70,7 @@ WEIGHTS = {
     "fp8": lambda n, k: Float8Format().quantise(rand(n, k, seed=1)),
     "fp8 g128": lambda n, k: Float8Format(128).quantise(rand(n, k, seed=1)),
     "nvfp4": lambda n, k: NvFp4Format().quantise(rand(n, k, seed=1)),
-    **{
-        kind: lambda n, k, kind=kind: part(kind, n, k)
-        for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-    },
+    **{kind: lambda n, k, kind=kind: part(kind, n, k) for kind in GGUF_CODES},
 }
 
 
@@ -95,8 +92,8 @@ def test_product_is_its_definition(name: str) -> None:
     assert held is not None and held.shape == (n, k)
     seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     x = rand(3, k).to(DEVICE, DTYPE)
-    rounded = (
-        name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name
+    rounded = name.endswith(("_K", "fp8 g128", "asymmetric")) or name.startswith(
+        ("IQ", "int8 asymmetric")
     )  # factors or offsets rounded to float16
     limit = 1e-2 if CUDA else 5e-4 if rounded else 1e-5
     near(quant_linear(x, held, seen, Epilogue(), False), REF.linear(x.float(), dense), limit)

@@ -19,6 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.forward import CompiledModel
+from outrider.ops.cpu.lib import FILE_TYPES
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import BLOCKS, Weight
 from outrider.spec.drafter import DraftBatch, Drafter
@@ -92,7 +93,7 @@ def answers(engine: Engine, count: int, k: int, drafter: bool) -> list[list[int]
     return [done[str(i)] for i in range(count)]
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, *HALVES])
+@pytest.mark.parametrize("kind", [*FILE_TYPES, *HALVES])
 def test_drafts_leave_the_plain_tokens(kind: str) -> None:
     ops = CpuOps(threads=2)
     model = compiled(ops, kind)

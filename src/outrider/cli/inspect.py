@@ -65,6 +65,16 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     per_parameter = weights.token / model_size(config).active
     data = {"model": asked.model, **report(config, per_parameter, asked.context, weights.total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in stored.formats.items()}
+    data["held"] = [
+        {
+            **asdict(how),
+            "tensors": sizes.tensors,
+            "bytes": round(sizes.stored),
+            "cpu_bytes": round(sizes.cpu),
+            "gpu_bytes": round(sizes.gpu),
+        }
+        for how, sizes in stored.held.items()
+    ]
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
     vision = vision_config(files) if load.vision else None
@@ -164,6 +174,10 @@ def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
             "weights",
             f"{in_bytes(data['bytes'])}: " + ", ".join(f"{in_bytes(n)} {name}" for name, n in kinds.items()),
         )
+    for held in data["held"]:
+        tensors = f"{held['tensors']} {held['format']} tensor{'s' if held['tensors'] > 1 else ''}"
+        cpu = f"{held['cpu']} on a CPU ({in_bytes(held['cpu_bytes'])})"
+        yield "", f"{tensors}: {cpu}, {held['gpu']} on a GPU ({in_bytes(held['gpu_bytes'])})"
     if data["vision_bytes"]:
         yield "vision", f"{in_bytes(data['vision_bytes'])} in 16 bits for images (--no-vision leaves it out)"
     if data["audio_bytes"]:

@@ -57,8 +57,10 @@ def loaded_weights(config: ModelConfig, stored: StoredSize, quantize: str | None
     """Weights as a machine holds them. None: as stored in the checkpoint. stored: with `quantize`, on a GPU."""
     if on is not None and not on.is_cpu:
         return WeightBytes(stored.gpu, stored.gpu_token)
-    if on is None or quantize is None:
+    if on is None:
         return WeightBytes(stored.total, stored.token)
+    if quantize is None:
+        return WeightBytes(stored.cpu, stored.cpu_token)
     if quantize not in CPU_ROUNDED:
         raise OutriderError(f"--quantize {quantize} is for GPUs: a CPU takes {' or '.join(CPU_ROUNDED)}")
     size = model_size(config)

@@ -22,9 +22,12 @@ STRING = 8
 ARRAY = 9
 Value = bool | int | float | str | list[str] | np.ndarray  # of a key
 TENSOR_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    20: "IQ4_NL", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16",
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
+WHOLE_NUMBERS = ("I8", "I16", "I32", "I64")  # types of index tensors, not of weights
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,8 @@ class _Reader:
         code = self.number("<I")
         offset = self.number("<Q")
         if code not in TENSOR_TYPES:
-            known = ", ".join(k for k in TENSOR_TYPES.values() if k[0] != "I")
-            raise OutriderError(f"{self.file.path}: tensor {name!r} has the unsupported type {code} (known: {known})")
+            names = ", ".join(sorted(kind for kind in TENSOR_TYPES.values() if kind not in WHOLE_NUMBERS))
+            raise OutriderError(f"{self.file.path}: tensor {name!r} has the unsupported type {code} (known: {names})")
         kind = TENSOR_TYPES[code]
         if prod(shape) > self.file.size * 256 or offset > self.file.size:
             raise self.bad(f"tensor {name!r} is larger than the file")

@@ -39,6 +39,8 @@ class Layout:
 
 
 LAYOUTS = {
+    "Q2_K": Layout(4, 16, True),
+    "Q3_K": Layout(4, 16),
     "Q4_0": Layout(4, 32),
     "Q4_1": Layout(4, 32, True),
     "Q5_0": Layout(5, 32),
@@ -47,6 +49,59 @@ LAYOUTS = {
     "Q4_K": Layout(4, 32, True),
     "Q5_K": Layout(5, 32, True),
     "Q6_K": Layout(6, 16),
+    "IQ1_S": Layout(5, 32),
+    "IQ1_M": Layout(6, 16),
+    "IQ2_XXS": Layout(8, 32),
+    "IQ2_XS": Layout(8, 16),
+    "IQ2_S": Layout(8, 16),
+    "IQ3_XXS": Layout(6, 16),
+    "IQ3_S": Layout(5, 32),
+    "IQ4_NL": Layout(8, 32),
+    "IQ4_XS": Layout(8, 32),
+    "TQ1_0": Layout(4, 256),
+    "TQ2_0": Layout(4, 256),
+    "MXFP4": Layout(4, 16),
+    "NVFP4": Layout(4, 16),
+}
+
+
+@dataclass(frozen=True)
+class CpuLayout:
+    """The layout of a GGUF format in the memory of the CPU kernels (ops/cpu/formats.h)."""
+
+    about: str
+    bits: float  # a weight, scales included
+
+
+CODES_OF_2 = CpuLayout("2-bit codes", 2.625)
+CODES_OF_3 = CpuLayout("3-bit codes, a scale for 32 columns", 3.3125)
+CODES_OF_3_BY_16 = CpuLayout("3-bit codes, a scale for 16 columns", 3.5625)
+CODES_OF_4 = CpuLayout("4-bit codes", 4.3125)
+OWN_BITS = "its own bits"
+CPU_LAYOUTS = {
+    "Q2_K": CpuLayout(OWN_BITS, 2.625),
+    "Q3_K": CODES_OF_3_BY_16,
+    "Q4_0": CpuLayout(OWN_BITS, 4.5),
+    "Q4_1": CpuLayout(OWN_BITS, 5.0),
+    "Q5_0": CpuLayout(OWN_BITS, 5.5),
+    "Q5_1": CpuLayout(OWN_BITS, 6.0),
+    "Q8_0": CpuLayout(OWN_BITS, 8.5),
+    "Q4_K": CpuLayout(OWN_BITS, 4.625),
+    "Q5_K": CpuLayout(OWN_BITS, 5.625),
+    "Q6_K": CpuLayout(OWN_BITS, 6.5625),
+    "IQ1_S": CODES_OF_3,
+    "IQ1_M": CODES_OF_3_BY_16,
+    "IQ2_XXS": CODES_OF_3,
+    "IQ2_XS": CODES_OF_3_BY_16,
+    "IQ2_S": CODES_OF_3_BY_16,
+    "IQ3_XXS": CODES_OF_4,
+    "IQ3_S": CODES_OF_4,
+    "IQ4_NL": CpuLayout(OWN_BITS, 4.5),
+    "IQ4_XS": CpuLayout(OWN_BITS, 4.3125),
+    "TQ1_0": CODES_OF_2,
+    "TQ2_0": CODES_OF_2,
+    "MXFP4": CpuLayout(OWN_BITS, 4.5),
+    "NVFP4": CpuLayout("bf16", 16.0),
 }
 
 
@@ -62,6 +117,23 @@ def layout_of(format: Format, experts: bool = False) -> Layout | None:
 
 
 @dataclass(frozen=True)
+class HeldFormat:
+    """Tensors of one format that are held in one way."""
+
+    format: str
+    cpu: str
+    gpu: str
+
+
+@dataclass
+class HeldBytes:
+    tensors: int = 0
+    stored: float = 0.0
+    cpu: float = 0.0
+    gpu: float = 0.0
+
+
+@dataclass(frozen=True)
 class StoredSize:
     total: float  # bytes
     token: float  # bytes that one token reads: of tables one row, of experts those chosen
@@ -69,6 +141,9 @@ class StoredSize:
     gpu: float = 0.0  # bytes in a GPU's memory
     gpu_token: float = 0.0  # bytes of them that one token reads
     formats: Mapping[str, float] = field(default_factory=dict)  # bytes by format
+    cpu: float = 0.0  # bytes in the memory of the CPU kernels, tables that stay in the file included
+    cpu_token: float = 0.0
+    held: Mapping[HeldFormat, HeldBytes] = field(default_factory=dict)  # GGUF's quantised tensors
 
 
 def item_bytes(config: Mapping[str, object]) -> float:
@@ -86,7 +161,10 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
     parameters = 0
     gpu = 0.0
     gpu_token = 0.0
+    cpu = 0.0
+    cpu_token = 0.0
     formats: dict[str, float] = {}
+    held: dict[HeldFormat, HeldBytes] = {}
     for name, plan in tensor_plan(config, entries).items():
         if plan.role == "index":
             continue
@@ -121,7 +199,20 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
                 on_card = prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
             gpu += on_card
             gpu_token += on_card * share(name, plan, config)
-    return StoredSize(total, token, parameters, gpu, gpu_token, formats)
+            in_place = only_looked_up(config, name) or kind not in CPU_LAYOUTS
+            in_memory = size if in_place else prod(shape) * CPU_LAYOUTS[kind].bits / 8
+            cpu += in_memory
+            cpu_token += in_memory * share(name, plan, config)
+            if kind in CPU_LAYOUTS:
+                on_cpu = "rows in the file" if in_place else CPU_LAYOUTS[kind].about
+                packed = layout is not None and plan.role == "matrix" and not stays_dense(plan.shape)
+                on_gpu = f"{layout.bits}-bit codes" if layout is not None and packed else "bf16"
+                entry_bytes = held.setdefault(HeldFormat(kind, on_cpu, on_gpu), HeldBytes())
+                entry_bytes.tensors += 1
+                entry_bytes.stored += size
+                entry_bytes.cpu += in_memory
+                entry_bytes.gpu += on_card
+    return StoredSize(total, token, parameters, gpu, gpu_token, formats, cpu, cpu_token, held)
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.ops.cpu.lib import PackedKind
+from outrider.ops.cpu.lib import FILE_TYPES, PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import in_file
 from outrider.ops.formats import BLOCKS, GGUFBlockFormat, Weight
+from outrider.weights.sizes import CPU_LAYOUTS, OWN_BITS
 
 
 @pytest.fixture(scope="module")
@@ -24,30 +25,62 @@ def part(kind: str, n: int, k: int, seed: int = 0) -> Weight:
     rng = np.random.default_rng(seed)
     size, nbytes = BLOCKS[kind]
     b = rng.integers(0, 256, (n * k // size, nbytes), dtype=np.uint8)
-    one = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
-    halves = (208,) if kind == "Q6_K" else (0,) if kind in one else (0, 2)
-    for at in halves:
-        b[:, at : at + 2] = rng.uniform(0.001, 0.02, len(b)).astype(np.float16)[:, None].view(np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        set_half(kind, b, at, rng.uniform(0.001, 0.02, len(b)))
     return Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.from_numpy(b.reshape(n, -1))})
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+HALVES = {  # where the float16 numbers of a block are
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+
+
+def set_half(kind: str, blocks: np.ndarray, at: int, values: np.ndarray) -> None:
+    """Writes the float16 number at byte `at` of every block, or what the format has instead."""
+    words = values.astype(np.float16)[:, None].view(np.uint16)
+    if kind == "MXFP4":
+        blocks[:, 0] = 127 + np.log2(values).round()
+    elif kind == "NVFP4":
+        blocks[:, :4] = (8 * (7 + np.log2(values).clip(-7, 8).round()))[:, None]
+    elif kind == "IQ1_M":
+        nibbles = (words >> np.array([0, 4, 8, 12], np.uint16)) & 15
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | (nibbles << 4).astype(np.uint8)
+    else:
+        blocks[:, at : at + 2] = words.view(np.uint8)
+
+
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_keeps_every_value_and_its_width(ops: CpuOps, kind: str) -> None:
     k = 96 if BLOCKS[kind][0] == 32 else 512
     p = part(kind, 40, k)
     w = ops.packer.pack([p])
-    assert w is not None and w.c.kind == PackedKind[kind] and w.shape == (40, k)
+    assert w is not None and w.shape == (40, k)
     assert torch.equal(ops.unpack(w), p.dense())
-    assert w.nbytes <= 1.03 * p.nbytes * 48 / 40  # 40 rows lie in three groups of 16
+    layout = CPU_LAYOUTS[kind]
+    assert w.nbytes == 48 * k * layout.bits / 8  # 40 rows lie in three groups of 16
+    assert w.nbytes <= 1.06 * p.nbytes * 48 / 40 or layout.about != OWN_BITS
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+def test_nvfp4_is_exact_in_bfloat16(ops: CpuOps) -> None:
+    p = part("NVFP4", 40, 128)
+    w = ops.pack_weights([p], "cpu")
+    assert w is not None and torch.equal(ops.unpack(w), p.dense()) and w.nbytes == 40 * 128 * 2
+
+
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_rows_of_a_file_are_read_where_they_lie(ops: CpuOps, kind: str) -> None:
     p = part(kind, 7, 512)
     assert torch.equal(ops.unpack(in_file(p)), p.dense())
 
 
-MIXED = [("Q4_1", "Q4_1", "Q4_1"), ("Q4_0", "Q4_1"), ("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q5_1", "IQ4_XS")]
+MIXED = [
+    ("Q4_1", "Q4_1", "Q4_1"),
+    ("Q4_0", "Q4_1"),
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q8_0", "Q5_1", "IQ4_XS"),
+    ("IQ2_XS", "Q3_K", "IQ3_S", "Q2_K"),
+]
 
 
 @pytest.mark.parametrize("kinds", MIXED)
@@ -73,7 +106,7 @@ def test_file_pages_are_given_back_as_rows_are_packed(ops: CpuOps, monkeypatch: 
     assert given == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 80), (80, 96), (96, 100)]
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_rows_in_another_order(ops: CpuOps, kind: str) -> None:
     p = part(kind, 37, 256)
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from tests.unit.ops.test_cpu_packing import part
 from torch import Tensor
 
 BY_HAND = {
@@ -30,9 +31,10 @@ def write(
     quantise: str | None = None,
     tokenizer: bool = False,
     control: Mapping[int, str] = {},
+    mix: Mapping[str, str] = {},
 ) -> Path:
     """`state` under text-only names (`model.layers…`); `quantise`: the format of every matrix; `control`: more tokens
-    of the tokenizer, by id."""
+    of the tokenizer, by id; `mix`: the types of matrices that hold random blocks instead."""
     kinds = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[arch], config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)
@@ -74,7 +76,10 @@ def write(
             found = table.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found is not None, name
             named = found if found.endswith((".weight", ".bias")) else found + ".weight"
-        if quantise is not None and data.ndim >= 2:
+        if name in mix:
+            blocks = part(mix[name], *data.shape, seed=len(named)).tensors["blocks"].numpy()
+            writer.add_tensor(named, blocks, raw_dtype=gguf.GGMLQuantizationType[mix[name]])
+        elif quantise is not None and data.ndim >= 2:
             kind = gguf.GGMLQuantizationType[quantise]
             writer.add_tensor(named, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:

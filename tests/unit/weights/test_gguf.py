@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from outrider.engine.text import Tokenizer
 from outrider.models.config import ModelConfig
 from outrider.models.names import normalise
+from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import Weight
 from outrider.ops.formats.gguf import BLOCKS, dequantize
 from outrider.ops.reference import ReferenceOps
@@ -50,6 +52,37 @@ def test_every_block_format_decodes_exactly_as_the_gguf_package(kind: str) -> No
         theirs = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     assert ours.shape == (7, 3 * size) and ours.dtype == np.float32
     np.testing.assert_array_equal(ours, theirs)  # NaN and infinite scales included
+    finite = np.isfinite(theirs)
+    assert (ours.view(np.int32)[finite] == theirs.view(np.int32)[finite]).all()  # the sign of zero as well
+
+
+def test_a_file_may_mix_all_types_and_names_them_when_it_has_another(tmp_path: Path) -> None:
+    """Every matrix of a model in another type, as dynamic mixes have it: the values of the `gguf` package on the
+    reference, and the same in the layouts of the CPU kernels."""
+    model = tiny.target("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    config = model.config.get_text_config()
+    state = model.state_dict()
+    matrices = [name for name, values in state.items() if values.dim() == 2 and name != "lm_head.weight"]
+    types = dict(zip(matrices, cycle(sorted(BLOCKS)), strict=False))
+    path = ggufs.write(tmp_path / "mix.gguf", "llama", config, state, mix=types)
+    file = gguf.GGUFReader(path)
+    want = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in file.tensors if len(t.shape) > 1}
+    _, dense, _ = load_target(path)
+    ops = CpuOps(threads=1)
+    _, packed, _ = load_target(path, ops=ops)
+    assert dense.keys() == packed.keys()
+    for name, weight in packed.items():
+        torch.testing.assert_close(ops.unpack(weight), dense[name].float(), rtol=0, atol=0, msg=name)
+    down = torch.from_numpy(want["blk.0.ffn_down.weight"].copy())
+    assert torch.equal(dense["layers.0.down"], down)
+    assert {t.tensor_type.name for t in file.tensors} > set(types.values())
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_down.weight"
+    at = data.index(name) + len(name) + 4 + 16
+    data[at : at + 4] = (99).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(OutriderError, match=r"unsupported type 99 \(known: .*IQ1_S, .*IQ4_XS, MXFP4, .*TQ2_0\)"):
+        load_target(path)
 
 
 @pytest.mark.parametrize("name", ARCHS)

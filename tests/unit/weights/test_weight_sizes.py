@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests import tiny
-from tests.dummy_checkpoint import blocks, write_gguf
+from tests.dummy_checkpoint import write_gguf
+from tests.unit.ops.test_cpu_packing import part
 from tests.unit.weights.test_gguf_load import EDGE, MOE, QWEN
 
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.formats import BLOCKS, Float8Format, Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, base
+from outrider.ops.formats import Float8Format, Format, IntegerFormat, NvFp4Format, Weight, base
 from outrider.ops.triton import TritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights import hub
@@ -28,9 +28,7 @@ COLUMNS = 768
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_gguf_format_in_a_gpus_memory(kind: str) -> None:
-    width = COLUMNS // BLOCKS[kind][0] * BLOCKS[kind][1]
-    data = np.frombuffer(blocks(kind, np.random.default_rng(0)), np.uint8)[: ROWS * width].reshape(ROWS, width)
-    held = repack(Weight(GGUFBlockFormat(kind), (ROWS, COLUMNS), {"blocks": torch.from_numpy(data.copy())}))
+    held = repack(part(kind, ROWS, COLUMNS))
     assert held is not None and held.nbytes == LAYOUTS[kind].nbytes(ROWS, COLUMNS)
 
 

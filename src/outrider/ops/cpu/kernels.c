@@ -58,14 +58,20 @@ void or_pool_free(ThreadPool *t) {
 }
 
 /* ---- packing ---- */
+const uint8_t *grid_points[GRIDS];
+/* The points of the lattices, in the order of formats.h: kept by the caller */
+void or_grids(const uint8_t *const *grids) { memcpy(grid_points, grids, sizeof grid_points); }
+/* The layout of a file's type, and its table of codes */
+int or_file_kind(int type) { return file_types[type].kind; }
+int or_file_table(int type) { return file_types[type].table; }
 /* Bytes of `data` (which = 0) or `scale` (1) that a weight of this kind needs */
 int64_t or_packed_bytes(int kind, int n, int k, int which) {
     const int64_t groups = (n + LANES - 1) / LANES, blocks = k / 32;
     return which ? groups * (blocks / k_blocks(kind)) * (int64_t)k_scale_step(kind) : groups * blocks * 64 * k_lines(kind);
 }
-/* `rows` rows of a file, in the format of w->kind, become rows first.. of w */
-void or_pack(ThreadPool *pool, const Weight *w, int first, const uint8_t *from, int64_t row_bytes, int rows) {
-    PackJob job = {w, first, rows, from, (size_t)row_bytes};
+/* `rows` rows of a file, of a type that has w's layout and table, become rows first.. of w */
+void or_pack(ThreadPool *pool, const Weight *w, int type, int first, const uint8_t *from, int64_t row_bytes, int rows) {
+    PackJob job = {w, type, first, rows, from, (size_t)row_bytes};
     pool_begin(pool);
     pool_run(pool, pack_region, &job);
     pool_end(pool);

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from ...types import AttnSpec, BlockAttn, GroupName, KVPages, KVView
+from ..formats.gguf_grids import points
 from .build import HERE, SHIPPED, SOURCES, shared_object
 
-# how a weight is laid out, in the order of formats.h; GGUF's formats by their names
-PackedKind = IntEnum("PackedKind", "DENSE Q4_1 Q4_0 Q8_0 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS PARTS FILE")
+# how a weight is laid out, in the order of formats.h
+PackedKind = IntEnum(
+    "PackedKind", "DENSE Q4_1 Q4_0 Q8_0 Q5_0 Q5_1 Q4_K Q5_K Q6_K IQ4_NL TABLE4 Q2_K TABLE3 TABLE3_16 FLOAT4 PARTS FILE"
+)
+# GGUF's types that the library reads, in the order of formats.h
+FILE_TYPES = (
+    "Q4_1", "Q4_0", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "IQ1_S",
+    "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4",
+)  # fmt: skip
+GRIDS = tuple(map(points, ("IQ1", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")))  # in the order of formats.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 GROUPS: tuple[GroupName, ...] = ("full", "sliding")  # the order of a batch's tables
@@ -118,6 +127,7 @@ def load(isa: str | None = None) -> ctypes.CDLL:
         path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))
     declare(lib)
+    lib.or_grids((c_void_p * len(GRIDS))(*[grid.ctypes.data for grid in GRIDS]))
     assert [*map(ctypes.sizeof, CHECKED)] == [*map(lib.or_sizes, range(len(CHECKED)))], "another library's structs"
     return lib
 

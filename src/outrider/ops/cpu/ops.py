@@ -21,6 +21,7 @@ from torch import Tensor
 from ...types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError, require
 from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, Weight
+from ..formats import dense as dense_weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
 from ..reference import ReferenceOps, as_tensor
@@ -29,7 +30,7 @@ from .block import CpuBlock, block_view, compile_block
 from .cycle import CpuCycle
 from .draft_model import CpuChain
 from .forward import CompiledDrafter, CompiledModel, compile_drafter, compile_model
-from .lib import ACTIVATIONS, CBatchBuffers, CPages, at, c_block_spec, c_spec, floats, load, ptrs
+from .lib import ACTIVATIONS, FILE_TYPES, CBatchBuffers, CPages, at, c_block_spec, c_spec, floats, load, ptrs
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight, c_moe, c_weight, routable, table_scale
 
@@ -87,10 +88,13 @@ class CpuOps(ReferenceOps):
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:
+        parts = [
+            dense_weight(p.dense().bfloat16()) if p.format.name == "NVFP4" else p for p in parts
+        ]  # exact: six bits
         if all(halves(p) for p in parts) and len({p.format for p in parts}) == 1:
             return self.packer.halves(parts)
         parts = [p if isinstance(p.format, GGUFBlockFormat) else blocks_of(p) or p for p in parts]
-        if any(not isinstance(p.format, GGUFBlockFormat) for p in parts):
+        if any(p.format.name not in FILE_TYPES for p in parts):
             return None
         experts = len(parts[0].shape) == 3
         if experts and (len(parts) != 1 or parts[0].shape[1] % 32):  # an expert's rows, and its gates: whole groups
@@ -102,7 +106,7 @@ class CpuOps(ReferenceOps):
         """A table in place in the file: it takes no memory except the pages that are read."""
         if halves(table):
             return packing.dense_rows(table.tensors["values"], 0)
-        if len(table.shape) != 2 or not isinstance(table.format, GGUFBlockFormat):
+        if len(table.shape) != 2 or table.format.name not in FILE_TYPES:
             return None
         return packing.in_file(table)
 

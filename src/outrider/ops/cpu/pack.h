@@ -5,25 +5,29 @@
 
 /* Codes of one lane into its words of a (group, block). */
 INLINE void put_codes(int kind, const uint8_t *q, uint8_t *data) {
-    if (kind == W_Q8) { for (int j = 0; j < 8; j++) memcpy(data + 64 * j, q + 4 * j, 4); return; }
-    uint8_t low[16];
-    for (int i = 0; i < 16; i++) low[i] = (uint8_t)((q[i] & 15) | (q[16 + i] << 4));
-    for (int j = 0; j < 4; j++) memcpy(data + 64 * j, low + 4 * j, 4);
-    if (k_lines(kind) == 5) {
-        uint32_t bits = 0, word;
-        for (int j = 0; j < 8; j++) { memcpy(&word, q + 4 * j, 4); bits |= ((word >> 4) & 0x01010101u) << j; }
-        memcpy(data + 256, &bits, 4);
+    const int lines = k_lines(kind), bit = lines == 3 ? 2 : 4; /* the bit, or the lower of two, that lies apart */
+    if (lines == 8) { for (int j = 0; j < 8; j++) memcpy(data + 64 * j, q + 4 * j, 4); return; }
+    if (lines >= 4) {
+        uint8_t low[16];
+        for (int i = 0; i < 16; i++) low[i] = (uint8_t)((q[i] & 15) | (q[16 + i] << 4));
+        for (int j = 0; j < 4; j++) memcpy(data + 64 * j, low + 4 * j, 4);
     }
-    if (k_lines(kind) == 6)
+    if (lines & 1) {
+        uint32_t bits = 0;
+        for (int j = 0; j < 8; j++) bits |= ((word_at(q + 4 * j) >> bit) & 0x01010101u) << j;
+        memcpy(data + 64 * (lines - 1), &bits, 4);
+    }
+    if (lines < 4 || lines == 6)
         for (int h = 0; h < 2; h++) {
-            uint32_t bits = 0, word;
-            for (int j = 0; j < 4; j++) { memcpy(&word, q + 16 * h + 4 * j, 4); bits |= ((word >> 4) & 0x03030303u) << 2 * j; }
-            memcpy(data + 256 + 64 * h, &bits, 4);
+            uint32_t bits = 0;
+            for (int j = 0; j < 4; j++) bits |= ((word_at(q + 16 * h + 4 * j) >> (lines == 6 ? bit : 0)) & 0x03030303u) << 2 * j;
+            memcpy(data + (lines == 6 ? 256 : 0) + 64 * h, &bits, 4);
         }
 }
 
 typedef struct {
     const Weight *w;
+    int type;               /* of the file's rows */
     int first, rows;        /* rows first.. of w are filled */
     const uint8_t *from;    /* the file's rows, row_bytes each */
     size_t row_bytes;
@@ -36,17 +40,17 @@ INLINE void pack_group(int kind, const PackJob *job, int g) {
     const int supers = w->k / 32 / k_blocks(kind);
     for (int s = 0; s < supers; s++)
         for (int lane = lo; lane < hi; lane++) {
-            const uint8_t *p = job->from + (size_t)(g * LANES + lane - job->first) * job->row_bytes + (size_t)s * raw_bytes(kind);
+            const uint8_t *p = job->from + (size_t)(g * LANES + lane - job->first) * job->row_bytes + (size_t)s * file_types[job->type].bytes;
             uint8_t *data = (uint8_t *)w_data(w, g) + (size_t)s * k_blocks(kind) * 64 * k_lines(kind) + 4 * lane;
             uint8_t *scale = (uint8_t *)w_scale(w, g) + (size_t)s * k_scale_step(kind);
-            memcpy(scale + 2 * lane, &(uint16_t){raw_half(kind, p, 0)}, 2);
-            if (k_halves(kind) == 32) memcpy(scale + 32 + 2 * lane, &(uint16_t){raw_half(kind, p, 1)}, 2);
+            memcpy(scale + 2 * lane, &(uint16_t){raw_half(job->type, p, 0)}, 2);
+            if (k_halves(kind) == 32) memcpy(scale + 32 + 2 * lane, &(uint16_t){raw_half(job->type, p, 1)}, 2);
             for (int sub = 0; sub < k_blocks(kind); sub++, data += 64 * k_lines(kind)) {
                 uint8_t q[32], a = 0, b = 0;
-                raw_codes(kind, p, sub, q);
+                raw_codes(job->type, p, sub, q);
                 put_codes(kind, q, data);
                 if (!k_bytes(kind)) continue;
-                raw_byte_scales(kind, p, sub, &a, &b);
+                raw_byte_scales(job->type, p, sub, &a, &b);
                 uint8_t *bytes = scale + 2 * k_halves(kind) + sub * k_bytes(kind) + lane;
                 bytes[0] = a;
                 if (k_bytes(kind) == 32) bytes[16] = b;

@@ -23,7 +23,7 @@ from ..formats import DeviceWeight, Weight, dense
 from ..formats.blocks import made
 from ..noise import token_hash
 from ..reference import as_tensor
-from .lib import CMoe, CWeight, PackedKind, at, dense_weight
+from .lib import FILE_TYPES, CMoe, CWeight, PackedKind, at, dense_weight
 from .memory import Arena
 
 log = logging.getLogger("outrider")
@@ -89,22 +89,28 @@ class Packer:
 
     def _one(self, parts: Sequence[Weight]) -> PackedWeight:
         rows = [math.prod(part.shape[:-1]) for part in parts]
-        out = self._empty(PackedKind[parts[0].format.name], sum(rows), parts[0].shape[-1])
+        out = self._empty(parts[0].format.name, sum(rows), parts[0].shape[-1])
         for first, part in zip(accumulate(rows, initial=0), parts):
             self._fill(out, first, part)
         return out
 
     def _fill(self, out: PackedWeight, first: int, part: Weight) -> None:
         blocks = part.tensors["blocks"].flatten(0, -2)  # of experts all rows
+        file_type = FILE_TYPES.index(part.format.name)
         flat = replace(part, shape=(len(blocks), part.shape[-1]), tensors={"blocks": blocks})
         for lo, hi, some in flat.slices(SLICE, LANES):
             data = some.tensors["blocks"].contiguous()
-            self.lib.or_pack(self.pool, out.c, first + lo, at(data), data.shape[1], hi - lo)
+            self.lib.or_pack(self.pool, out.c, file_type, first + lo, at(data), data.shape[1], hi - lo)
 
-    def _empty(self, kind: int, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
+    def _empty(self, name: str, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
+        """Memory for a weight in the layout that GGUF's type `name` has."""
+        file_type = FILE_TYPES.index(name)
+        return self._layout(self.lib.or_file_kind(file_type), self.lib.or_file_table(file_type), n, k, empty)
+
+    def _layout(self, kind: int, table: int, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
         sizes = [self.lib.or_packed_bytes(kind, n, k, which) for which in (0, 1)]
         data, scale = ((empty or self.arena.empty)((size,), dtype=torch.uint8) for size in sizes)
-        return PackedWeight((n, k), CWeight(kind, n, k, 0, at(data), at(scale)), sum(sizes), (data, scale))
+        return PackedWeight((n, k), CWeight(kind, n, k, table, at(data), at(scale)), sum(sizes), (data, scale))
 
     def halves(self, parts: Sequence[Weight]) -> PackedWeight:
         """Dense rows [N, K] of one 16-bit type, copied unchanged while the file is read."""
@@ -122,7 +128,7 @@ class Packer:
         n, k = dense.shape
         if k % BLOCK:
             return None
-        out = self._empty(PackedKind.Q8_0 if mode == "int8" else PackedKind.Q4_1, n, k, empty)
+        out = self._empty("Q8_0" if mode == "int8" else "Q4_1", n, k, empty)
         step = max(LANES, (1 << 22) // k // LANES * LANES)
         for lo in range(0, n, step):
             self._fill(out, lo, quantize_rows(dense[lo : lo + step].float(), mode))
@@ -134,7 +140,7 @@ class Packer:
         k = w.c.k
         if k % BLOCK or w.c.kind == PackedKind.FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
-        out = self._empty(PackedKind.Q4_0, n, k, self.rounded.empty)
+        out = self._empty("Q4_0", n, k, self.rounded.empty)
         self.lib.or_coarse(self.pool, w.c, out.c)
         return out.view(*w.shape)
 
@@ -145,7 +151,7 @@ class Packer:
             assert isinstance(rows, Tensor)
             return self.halves([dense(rows[order])])
         assert w.c.kind not in (PackedKind.PARTS, PackedKind.FILE), "rows of one kind only"
-        out = self._empty(w.c.kind, len(order), w.c.k)
+        out = self._layout(w.c.kind, w.c.dtype, len(order), w.c.k)
         rows = order.long().contiguous()
         self.lib.or_take(w.c, at(rows), out.c)
         return out
@@ -165,7 +171,7 @@ def in_file(part: Weight) -> PackedWeight:
     n, k = part.shape
     blocks = part.tensors["blocks"]
     assert blocks.is_contiguous()
-    c = CWeight(PackedKind.FILE, n, k, PackedKind[part.format.name], at(blocks), None)
+    c = CWeight(PackedKind.FILE, n, k, FILE_TYPES.index(part.format.name), at(blocks), None)
     return PackedWeight((n, k), c, 0, (part,))
 
 

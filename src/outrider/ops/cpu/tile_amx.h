@@ -54,11 +54,10 @@ void tiles_release(void) {
     tile_shape.rows = 0;
 }
 
-INLINE int amx_columns(int kind) { return kind == W_Q6K ? 16 : 32; } /* under one scale: of one product */
-
 typedef struct { /* some blocks of a group, decoded */
     _Alignas(64) int8_t codes[AMX_BLOCKS][8][64];
-    _Alignas(64) float scale[AMX_BLOCKS][2][LANES]; /* of both halves; with minima: scale and zero point */
+    _Alignas(64) float scale[AMX_BLOCKS][2][LANES]; /* of both halves; with minima of 32 columns: scale and zero point */
+    _Alignas(64) float zero[AMX_BLOCKS][2][LANES];  /* zero points of both halves */
 } AmxBlocks;
 
 /* Blocks first.. of group g. What they read of the next group is fetched meanwhile. */
@@ -67,17 +66,23 @@ INLINE void amx_decode(int kind, const Weight *w, int g, int first, int count, A
     const uint8_t *data = w_data(w, g) + (size_t)first * 64 * lines;
     const uint8_t *scale = w_scale(w, g) + (size_t)(first / super) * k_scale_step(kind);
     const size_t ahead = (size_t)kb * lines * 64, ahead_scale = (size_t)(kb / super) * k_scale_step(kind);
-    const int zero = kind == W_Q4 ? 8 : kind == W_Q5 ? 16 : kind == W_Q6K ? 32 : kind == W_IQ4 || kind == W_IQ4X ? 128 : 0;
+    const int zero = kind == W_Q4 ? 8 : kind == W_Q5 ? 16 : kind == W_Q6K ? 32 : k_table(kind) ? 128 : 0;
+    const CodeTable *table = w_table(w);
     for (int b = 0; b < count; b += super, scale += k_scale_step(kind)) {
-        const vf d = vf_half((const uint16_t *)scale);
+        const vf d = vf_front(kind, table, scale);
         const vf lift = k_min(kind) ? vf_half((const uint16_t *)scale + 16) : d;
         for (int sub = 0; sub < super; sub++, data += 64 * lines) {
             const uint8_t *bytes = scale + 2 * k_halves(kind) + sub * k_bytes(kind);
             vf front = d, second = k_min(kind) ? lift : d;
-            if (k_super(kind)) {
+            if (kind == W_Q2K) {
+                front = vf_mul(d, vf_nibble(bytes, 0));
+                second = vf_mul(d, vf_nibble(bytes + 16, 0));
+                UNROLL for (int h = 0; h < 2; h++)
+                    vf_store(out->zero[b + sub][h], vf_mul(vf_sub(vf_set(0.0f), lift), vf_nibble(bytes + 16 * h, 1)));
+            } else if (k_super(kind)) {
                 front = vf_mul(d, k_min(kind) ? vf_u8(bytes) : vf_i8(bytes));
                 if (k_min(kind)) second = vf_mul(vf_sub(vf_set(0.0f), lift), vf_u8(bytes + 16));
-                if (kind == W_Q6K) second = vf_mul(d, vf_i8(bytes + 16));
+                if (k_columns(kind) == 16) second = vf_mul(d, vf_i8(bytes + 16));
             }
             vf_store(out->scale[b + sub][0], front);
             vf_store(out->scale[b + sub][1], second);
@@ -85,7 +90,7 @@ INLINE void amx_decode(int kind, const Weight *w, int g, int first, int count, A
             __builtin_prefetch(scale + ahead_scale + 40 * sub, 0, 2);
             if (kind == W_Q8) continue; /* its lines are codes already */
             __m512i v[8];
-            block_codes(kind, data, v);
+            block_codes(kind, table, data, v);
             UNROLL for (int j = 0; j < 8; j++)
                 _mm512_store_si512(out->codes[b + sub][j], zero ? _mm512_sub_epi8(v[j], _mm512_set1_epi8((char)zero)) : v[j]);
         }
@@ -95,6 +100,7 @@ INLINE void amx_decode(int kind, const Weight *w, int g, int first, int count, A
 typedef struct { /* one tile's rows over some blocks */
     const int8_t *codes;           /* [steps][columns / 4][64] */
     const float (*scale)[2][LANES]; /* [blocks] */
+    const float (*zero)[2][LANES];
     const int8_t *x;               /* [rows, ldx] */
     const Blk *blk;                /* [rows, ldblk] */
     int64_t ldx, ldblk;
@@ -138,9 +144,10 @@ INLINE void amx_tile(int columns, int minima, int MT, const AmxTile *t) {
             UNROLL for (int m = 0; m < MT; m++, row += ldblk)
                 sum[m] = vf_fma(vf_mul(vi_to_float(vi_load(answers[(n + 2) % 4][m])), vf_set(row->d)), d, sum[m]);
             if (!minima) continue;
-            const vf zero_point = vf_load(t->scale[then][1]);
-            row = t->blk + then;
-            UNROLL for (int m = 0; m < MT; m++, row += ldblk) sum[m] = vf_fma(zero_point, vf_set(row->s), sum[m]);
+            const vf zero_point = vf_load(columns == 16 ? t->zero[then / 2][then % 2] : t->scale[then][1]);
+            row = t->blk + then / halves;
+            UNROLL for (int m = 0; m < MT; m++, row += ldblk)
+                sum[m] = vf_fma(zero_point, vf_set(zero_weight(row, 4 * (then % halves), columns / 4)), sum[m]);
         }
     }
     UNROLL for (int m = 0; m < MT; m++) vf_store(t->to + LANES * m, sum[m]);
@@ -157,12 +164,13 @@ INLINE void amx_tile(int columns, int minima, int MT, const AmxTile *t) {
 static void amx_plain(int rows, const AmxTile *t) { AMX_CASES(32, 0) }
 static void amx_minima(int rows, const AmxTile *t) { AMX_CASES(32, 1) }
 static void amx_halves(int rows, const AmxTile *t) { AMX_CASES(16, 0) }
+static void amx_halves_minima(int rows, const AmxTile *t) { AMX_CASES(16, 1) }
 
 /* tile[mc][16]: AMX_ROWS to STEP_ROWS rows */
 INLINE void amx_group(int kind, const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
     AmxBlocks blocks;
     _Alignas(64) float sums[STEP_ROWS * LANES]; /* between blocks, tile by tile */
-    const int kb = w->k / 32, columns = amx_columns(kind), tiles = (mc + TILE_HEIGHT - 1) / TILE_HEIGHT, rows = (mc + tiles - 1) / tiles;
+    const int kb = w->k / 32, columns = k_columns(kind), tiles = (mc + TILE_HEIGHT - 1) / TILE_HEIGHT, rows = (mc + tiles - 1) / tiles;
     tiles_configure(rows, columns);
     for (int first = 0; first < kb; first += AMX_BLOCKS) {
         const int count = kb - first < AMX_BLOCKS ? kb - first : AMX_BLOCKS;
@@ -172,13 +180,14 @@ INLINE void amx_group(int kind, const Weight *w, int g, const QActs *a, int m0, 
             const int from = i < tiles - 1 ? i * rows : mc - rows;
             float *kept = sums + (int64_t)i * rows * LANES;
             const AmxTile t = {
-                .codes = codes, .scale = (const float (*)[2][LANES])blocks.scale,
+                .codes = codes, .scale = (const float (*)[2][LANES])blocks.scale, .zero = (const float (*)[2][LANES])blocks.zero,
                 .x = a->q + (int64_t)(m0 + from) * a->k + 32 * first, .ldx = a->k,
                 .blk = a->blk + (int64_t)(m0 + from) * kb + first, .ldblk = kb,
                 .steps = count * (32 / columns),
                 .from = first ? kept : NULL, .to = first + count < kb ? kept : tile + (int64_t)from * LANES,
             };
-            if (columns == 16) amx_halves(rows, &t);
+            if (columns == 16 && k_min(kind)) amx_halves_minima(rows, &t);
+            else if (columns == 16) amx_halves(rows, &t);
             else if (k_min(kind)) amx_minima(rows, &t);
             else amx_plain(rows, &t);
         }

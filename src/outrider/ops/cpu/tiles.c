@@ -5,6 +5,10 @@
 INLINE int32_t word(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return x; }
 /* What the codes' offset takes from a dot product over the steps [from, from + count) of a block (8 a block), times 2^zero_shift */
 INLINE int32_t zero_sum(const Blk *s, int from, int count) { return count == 8 ? s->i : from ? s->i - s->i0 : s->i0; }
+/* What a minimum is multiplied by: the scale times the sum of activations over these steps */
+INLINE float zero_weight(const Blk *s, int from, int count) {
+    return count == 8 ? s->s : s->d * ((float)zero_sum(s, from, count) * -0.0078125f);
+}
 INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : kind == W_Q6K ? 2 : 0; } /* of offsets 8, 16, 32; 128 */
 #if ISA_AVX512
 #include "tile_avx512.h"
@@ -88,7 +92,8 @@ static void dense_tile(const Weight *w, int g, const QActs *a, int m0, int mc, f
 #endif
 #define TILE_OF(K) static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) { MANY_ROWS(K) TILE_CASES(K) }
 TILE_OF(W_Q4M) TILE_OF(W_Q4) TILE_OF(W_Q8) TILE_OF(W_Q5) TILE_OF(W_Q5M)
-TILE_OF(W_Q4K) TILE_OF(W_Q5K) TILE_OF(W_Q6K) TILE_OF(W_IQ4) TILE_OF(W_IQ4X)
+TILE_OF(W_Q4K) TILE_OF(W_Q5K) TILE_OF(W_Q6K) TILE_OF(W_IQ4) TILE_OF(W_T4)
+TILE_OF(W_Q2K) TILE_OF(W_T3) TILE_OF(W_T3H) TILE_OF(W_F4)
 
 void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
     if (w->kind == W_PARTS) {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
-from ..formats.gguf import codes_of, scales_of
+from ..formats.gguf import IQ1_TABLE, IQ2_TABLE, IQ3_S_TABLE, IQ3_XXS_TABLE, IQ4_TABLE, CodeTable, codes_of, scales_of
 from ..formats.integer import halves
 
 ROWS = 64  # rows of a weight that lie together
@@ -42,9 +42,50 @@ class Codes(Enum):
         return {Codes.INT5: 1, Codes.UINT5: 1, Codes.INT6: 2}.get(self, 0)
 
 
+@dataclass(frozen=True)
+class GGUFCodes:
+    """How a GGUF format's codes and scales become those of the kernels: words[code] is a word of `codes`, the file's
+    scale is multiplied by `unit` (a power of two)."""
+
+    codes: Codes
+    words: tuple[int, ...] | None = None  # None: the codes themselves
+    unit: float = 1.0
+    group: int = 0  # columns of a scale; 0: as in the file
+
+
+def signed(codes: Codes, table: CodeTable, divisor: int = 1, group: int = 0) -> GGUFCodes:
+    """A table's values, divided by `divisor`, as signed integers: INT8 in two's complement, the others from an
+    offset on."""
+    offset = {Codes.INT5: 16, Codes.INT6: 32}.get(codes, 0)
+    words = tuple((value // divisor + offset) & 255 for value in table.values)
+    return GGUFCodes(codes, words, table.unit * divisor, group=group)
+
+
+TRITS = GGUFCodes(Codes.INT4, (7, 8, 9, 10))
 GGUF_CODES = {
-    "Q4_0": Codes.INT4, "Q4_1": Codes.UINT4, "Q8_0": Codes.INT8, "Q5_0": Codes.INT5, "Q5_1": Codes.UINT5,
-    "Q4_K": Codes.UINT4, "Q5_K": Codes.UINT5, "Q6_K": Codes.INT6,
+    "Q4_0": GGUFCodes(Codes.INT4),
+    "Q4_1": GGUFCodes(Codes.UINT4),
+    "Q8_0": GGUFCodes(Codes.INT8),
+    "Q5_0": GGUFCodes(Codes.INT5),
+    "Q5_1": GGUFCodes(Codes.UINT5),
+    "Q2_K": GGUFCodes(Codes.UINT4),
+    "Q3_K": GGUFCodes(Codes.INT4, tuple(range(4, 12))),
+    "Q4_K": GGUFCodes(Codes.UINT4),
+    "Q5_K": GGUFCodes(Codes.UINT5),
+    "Q6_K": GGUFCodes(Codes.INT6),
+    "IQ1_S": signed(Codes.INT5, IQ1_TABLE),
+    "IQ1_M": signed(Codes.INT6, IQ1_TABLE),
+    "IQ2_XXS": signed(Codes.INT8, IQ2_TABLE),
+    "IQ2_XS": signed(Codes.INT8, IQ2_TABLE),
+    "IQ2_S": signed(Codes.INT8, IQ2_TABLE),
+    "IQ3_XXS": signed(Codes.INT6, IQ3_XXS_TABLE, divisor=2, group=16),
+    "IQ3_S": signed(Codes.INT5, IQ3_S_TABLE),
+    "IQ4_NL": signed(Codes.INT8, IQ4_TABLE),
+    "IQ4_XS": signed(Codes.INT8, IQ4_TABLE),
+    "TQ1_0": TRITS,
+    "TQ2_0": TRITS,
+    "MXFP4": GGUFCodes(Codes.FP4, unit=2.0, group=16),
+    "NVFP4": GGUFCodes(Codes.FP4, unit=2.0),
 }
 
 
@@ -232,12 +273,22 @@ def _grid(weight: Weight) -> Grid | None:
         return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), scale, factor=factor)
     if not isinstance(format, GGUFBlockFormat) or format.kind not in GGUF_CODES:
         return None
-    kind = format.kind
-    rows = t["blocks"]
-    factors, offsets = (None if t is None else t.to(torch.float16) for t in scales_of(kind, rows))
-    assert factors is not None
+    return _gguf_grid(format.kind, t["blocks"], weight.shape[1])
+
+
+def _gguf_grid(kind: str, rows: Tensor, columns: int) -> Grid:
+    form = GGUF_CODES[kind]
+    factors, offsets = scales_of(kind, rows)
+    factors = factors * form.unit
+    group = columns // factors.shape[1]
+    if form.group:
+        factors = factors.repeat_interleave(group // form.group, 1)
+        group = form.group
+    words = None if form.words is None else torch.tensor(form.words, dtype=torch.uint8, device=rows.device)
+    dtype = torch.bfloat16 if form.codes is Codes.FP4 else torch.float16  # powers of two have a wide range
 
     def block_codes(lo: int, hi: int) -> Tensor:
-        return codes_of(kind, rows[lo:hi]).view(torch.uint8)
+        codes = codes_of(kind, rows[lo:hi]).view(torch.uint8)
+        return codes if words is None else words[codes.int()]
 
-    return Grid(GGUF_CODES[kind], weight.shape[1] // factors.shape[1], block_codes, factors, offsets)
+    return Grid(form.codes, group, block_codes, factors.to(dtype), None if offsets is None else offsets.to(dtype))
