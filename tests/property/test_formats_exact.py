@@ -52,6 +52,7 @@ class Knows(Drafter):
 
 
 MIDDLE = {
+    "Q2_K": 1.5,
     "Q4_1": -7.5,
     "Q5_1": -15.5,
     "Q4_K": 7.5,
@@ -63,8 +64,9 @@ def balanced(kind: str, n: int, k: int, seed: int) -> Weight:
     made = part(kind, n, k, seed)
     if kind in MIDDLE:
         blocks = made.tensors["blocks"].numpy().reshape(-1, BLOCKS[kind][1])
-        step = np.ascontiguousarray(blocks[:, :2]).view(np.float16)
-        blocks[:, 2:4] = (step * np.float16(MIDDLE[kind])).view(np.uint8)
+        at = 80 if kind == "Q2_K" else 0
+        step = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+        blocks[:, at + 2 : at + 4] = (step * np.float16(MIDDLE[kind])).view(np.uint8)
     return made
 
 
