@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -15,10 +17,12 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import until
 
-from outrider.server import stores
+from outrider.engine.text import LONG
+from outrider.server import batch as batch_lines
+from outrider.server import batches, stores
 from outrider.server.app import Server
 from outrider.server.batch import BatchFile, answer_file
-from outrider.server.errors import ApiError
+from outrider.server.errors import MAX_MEMBERS, ApiError
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
 from outrider.server.stores import FileStore, ResponseStore
@@ -87,6 +91,41 @@ def test_a_batch_says_what_the_command_says(served: Served, tmp_path: Path) -> N
     for id, row in good.items():
         mine, other = (r["response"]["body"]["choices"][0]["message"]["content"] for r in (row, alone[id]))
         assert mine == other
+
+
+def runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_long_lines_and_their_results_do_not_hold_up_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of four megabytes of objects stopped every client for half a second, and so did each after it."""
+    on_loop: list[tuple[str, bool]] = []
+
+    def watched(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def noted(value: Any) -> Any:
+            on_loop.append((name, runs_a_loop()))
+            return function(value)
+
+        monkeypatch.setattr(module, name, noted)
+
+    watched(batch_lines, "parse")
+    watched(batches, "_encoded_line")
+    objects = json.dumps({"custom_id": "many", "method": "POST", "url": CHAT, "body": {"x": [{}] * (MAX_MEMBERS + 1)}})
+    client = served.client("alpha")
+    done = run(client, "\n".join([line("long", user="x" * 2 * LONG), objects, line("short")]))
+    assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
+    (refused,) = client.files.content(done.error_file_id).text.splitlines()
+    assert json.loads(refused)["error"]["code"] == "line_too_complex"
+    assert on_loop.count(("parse", True)) == 1 and on_loop.count(("parse", False)) == 2, "the short one is read at once"
+    assert on_loop.count(("_encoded_line", False)) == 3 and ("_encoded_line", True) not in on_loop
 
 
 def test_files_come_back_byte_by_byte_and_can_be_deleted(served: Served) -> None:

@@ -111,7 +111,9 @@ class Server:
     async def completed(self, request: Request, wire: Wire) -> tuple[int, Json] | None:
         """The answer's status and body when it is done, for a caller without a connection. None: it may come again."""
         try:
-            return 200, json.loads(await (await self._call(request, wire)).whole())
+            call = await self._call(request, wire)
+            text = await call.whole()
+            return 200, json.loads(text) if len(text) <= LONG else await asyncio.to_thread(json.loads, text)
         except Exception as e:
             return done(api_error(e, request.state.request_id))
 

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastapi import Request
 from starlette.types import Message, Receive
 
+from ..engine.text import LONG
 from ..types import OutriderError, bad_input, require
 from .answer import Json
-from .errors import ApiError, bad
+from .errors import ApiError, bad, check_size
 from .openai import OpenAIWire
 from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
@@ -44,6 +45,7 @@ ROUTES: dict[str, type[ChatRequest | CompletionRequest]] = {
 }
 RETRY_S = 0.5
 MOST_DEATHS = 3
+BatchRequestLine = tuple[str, str, Json]  # custom_id, url, body
 Answerer = Callable[["BatchLine", str, Json], Awaitable[tuple[int, Json]]]  # (line, url, body) -> status and body
 
 
@@ -157,8 +159,9 @@ async def answer_lines(
     running: set[asyncio.Future[Json]] = set()
     try:
         while True:
-            fresh = islice(lines, most - len(running))
-            running |= {asyncio.ensure_future(_result(line, names, seed, answer=answer)) for line in fresh}
+            for line in islice(lines, most - len(running)):  # in their order: the first of two custom_ids counts
+                request = await _parsed(line)
+                running.add(asyncio.ensure_future(_result(line, request, names=names, seed=seed, answer=answer)))
             if not running:
                 return
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -221,11 +224,23 @@ class BatchFile:
         return progress
 
 
-async def _result(line: BatchLine, names: dict[str, int], seed: int, answer: Answerer) -> Json:
+async def _parsed(line: BatchLine) -> BatchRequestLine | BadLine:
+    """Parses a line, a long one off the event loop."""
+    try:
+        return parse(line) if len(line.text) <= LONG else await asyncio.to_thread(parse, line)
+    except BadLine as error:
+        return error
+
+
+async def _result(
+    line: BatchLine, request: BatchRequestLine | BadLine, *, names: dict[str, int], seed: int, answer: Answerer
+) -> Json:
     """Takes the line's custom_id: a later line may have been refused for it before this one was answered."""
     custom_id: str | None = None
     try:
-        custom_id, url, body = parse(line)
+        if isinstance(request, BadLine):
+            raise request
+        custom_id, url, body = request
         if names.get(custom_id, line.number) < line.number:
             raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.")
         names[custom_id] = line.number
@@ -273,7 +288,8 @@ async def answered(
 ) -> tuple[int, Json]:
     """Answer a line as if the client had sent it itself. `time_limit`: seconds for each of its phases, instead of the
     server's."""
-    raw = json.dumps(body).encode()
+    text = json.dumps(body) if len(line.text) <= LONG else await asyncio.to_thread(json.dumps, body)
+    raw = text.encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     state: dict[str, object] = {"client": client, "path": url, "request_id": line.id}
     if time_limit is not None:
@@ -354,10 +370,13 @@ def seeded(body: Json, seed: int, custom_id: str) -> Json:
     return {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
 
 
-def parse(line: BatchLine) -> tuple[str, str, Json]:
-    """(custom_id, url, body) of a line."""
+def parse(line: BatchLine) -> BatchRequestLine:
+    """Reads a line; raises BadLine if it is not a request."""
     try:
+        check_size(line.text)
         row = json.loads(line.text)
+    except ApiError as error:
+        raise BadLine("line_too_complex", error.message) from None
     except (ValueError, RecursionError):
         raise BadLine("invalid_json", "not valid JSON.") from None
     if not isinstance(row, dict):

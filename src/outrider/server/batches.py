@@ -138,7 +138,7 @@ class Batches(ClientStore[Batch]):
                     ) as results:
                         async for rows in results:
                             for row in rows:
-                                self._record(batch, row)
+                                await self._record(batch, row)
                                 recorded.add(str(row["id"]))
                 batch.become("completed")
             except TimeoutError:
@@ -152,14 +152,15 @@ class Batches(ClientStore[Batch]):
             batch.become("failed")
             log.error("%s failed: %s", batch.id, e if is_ours else where(e))
 
-    def _record(self, batch: Batch, row: Json) -> None:
+    async def _record(self, batch: Batch, row: Json) -> None:
+        line = await asyncio.to_thread(_encoded_line, row)  # an answer may have megabytes
         fine = answered_body(row) is not None
         which = "results" if fine else "refused"
         file = getattr(batch, which)
         if file is None:
             file = self._files.new(batch.client, f"{batch.id}_{'output' if fine else 'error'}.jsonl", "batch_output")
             setattr(batch, which, file)
-        self._files.append(file, json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._files.append(file, line)
         batch.completed += fine
         batch.failed += not fine
 
@@ -175,10 +176,14 @@ class Batches(ClientStore[Batch]):
                 custom_id = parse(line)[0]
             except BadLine as e:
                 custom_id = e.custom_id or ""
-            self._record(batch, {"id": line.id, "custom_id": custom_id, "response": None, "error": error})
+            await self._record(batch, {"id": line.id, "custom_id": custom_id, "response": None, "error": error})
 
     async def _answer(self, batch: Batch, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
         if url != batch.request.endpoint:
             raise BadLine("mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.")
         body = {"priority": LAST, **body}
         return await answered(self._server, line, url, body=body, client=batch.client, time_limit=WINDOW_S)
+
+
+def _encoded_line(row: Json) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
