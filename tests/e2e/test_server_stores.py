@@ -25,7 +25,7 @@ from outrider.server.batch import BatchFile, answer_file
 from outrider.server.errors import MAX_MEMBERS, ApiError
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
-from outrider.server.stores import FileStore, ResponseStore
+from outrider.server.stores import FileStore, ResponseStore, StoredResponse
 
 TOK = tokenizer()
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -126,6 +126,27 @@ def test_long_lines_and_their_results_do_not_hold_up_the_event_loop(
     assert json.loads(refused)["error"]["code"] == "line_too_complex"
     assert on_loop.count(("parse", True)) == 1 and on_loop.count(("parse", False)) == 2, "the short one is read at once"
     assert on_loop.count(("_encoded_line", False)) == 3 and ("_encoded_line", True) not in on_loop
+
+
+def test_stored_responses_are_read_off_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response that goes on from a megabyte of text was read and written on the loop whenever it was asked for."""
+    on_loop: list[bool] = []
+    get = ResponseStore.get
+
+    def noted(store: ResponseStore, client: str, id: str, param: str | None = None) -> StoredResponse:
+        on_loop.append(runs_a_loop())
+        return get(store, client, id, param)
+
+    monkeypatch.setattr(ResponseStore, "get", noted)
+    client = served.client("alpha")
+    id = client.responses.create(input="hi", model="fake").id
+    assert client.responses.retrieve(id).id == id
+    assert client.responses.input_items.list(id).data
+    client.responses.create(input="on", model="fake", previous_response_id=id)
+    client.responses.delete(id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(id)
+    assert on_loop == [False] * 5
 
 
 def test_files_come_back_byte_by_byte_and_can_be_deleted(served: Served) -> None:

@@ -5,6 +5,7 @@ adapters.py and scoring.py answer routes, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -144,15 +145,23 @@ async def get_props(server: Server, request: Request) -> Response:
 
 
 async def get_response(server: Server, request: Request) -> Response:
-    return JSONResponse(server.responses.get(client_of(request), path_id(request)).response)
+    client = client_of(request)
+    return await _stored(server, client, lambda: server.responses.get(client, path_id(request)).response)
 
 
 async def list_input_items(server: Server, request: Request) -> Response:
-    return JSONResponse(server.responses.items(client_of(request), path_id(request)))
+    client = client_of(request)
+    return await _stored(server, client, lambda: server.responses.items(client, path_id(request)))
 
 
 async def delete_response(server: Server, request: Request) -> Response:
-    return JSONResponse(server.responses.delete(client_of(request), path_id(request)))
+    client = client_of(request)
+    return await _stored(server, client, lambda: server.responses.delete(client, path_id(request)))
+
+
+async def _stored(server: Server, client: str, read: Callable[[], Json]) -> Response:
+    """Reads a stored response in the client's turn and off the event loop: it may have megabytes."""
+    return await server.lanes["short"].run(client, lambda: JSONResponse(read()))
 
 
 # ---- files
