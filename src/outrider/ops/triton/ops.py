@@ -22,6 +22,7 @@ from ..reference import ReferenceOps, as_tensor
 from ..registry import Registry
 from . import block_attention, choose, draft_steps, lowrank, moe, norm, rope, trees
 from .attention_wgmma import AttentionWgmma
+from .cache_keys import settle_cache_keys
 from .card import Card
 from .gemm import DenseCall, GemmDevice, GemmKind, Precompiler, placeholder_call
 from .gemm_config import NUM_SEMAPHORES, GemmReduction, choose_reduction
@@ -64,6 +65,8 @@ class TritonOps(ReferenceOps):
         another instance on the same device."""
         device = torch.device(device)
         self.card = card or Card.of(device)
+        if self.card.real:
+            settle_cache_keys()
         self.registry = registry or Registry(TABLE, self.card)
         self.pdl = self.card.pdl if pdl is None else pdl
         # every kernel leaves its counters at 0
