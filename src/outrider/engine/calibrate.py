@@ -20,28 +20,30 @@ CAPTURING_S = 12.0  # where every cell is a graph to be captured first
 
 def calibrate(engine: Engine, key: str, path: Path | None) -> CostTable:
     """The stored table of this key if it is still valid, or a fresh one, stored for the next start."""
-    found = CostTable.load(path, key) if path is not None else None
-    fastest = engine.executors[0]
-    if found is not None and fastest.async_results:
-        return found  # checking would require captures
+    stored = CostTable.load(path, key) if path is not None else None
+    captured = any(executor.async_results for executor in engine.executors)
+    if stored is not None and captured:
+        return stored  # checking would require captures
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
-    trees = fastest.async_results and fastest.trees
+    trees = any(executor.async_results and executor.trees for executor in engine.executors)
     timed = [
         TimedDrafter(each.name, each.one_pass, trees, each.starts_from == "tokens")
         for each in (engine.drafter.members if engine.drafter is not None else ())
     ]
-    # the draft is timed within its cycle, as it runs
-    whole = bool(timed) and fastest.name == "host" and all(fastest.can_probe(each.draft) for each in timed)
+    whole = len(timed) > 0 and any(
+        executor.probes_whole_cycles and all(executor.can_probe(drafter.draft) for drafter in timed)
+        for executor in engine.executors
+    )
     names: list[str | None] = [*(each.name for each in timed)] or [None]
 
     def probe(part: CostPart, batch: int, k: int, context: int) -> None:
         next(e for e in engine.executors if e.can_probe(part)).probe(part, batch, k, context)
 
     try:
-        if found is not None and all(agrees(found, probe, name, contexts[0], whole=whole) for name in names):
-            return found
+        if stored is not None and all(agrees(stored, probe, name, contexts[0], whole=whole) for name in names):
+            return stored
         grid = ProbeGrid([b for b in BATCHES if b <= engine.max_batch], contexts)
-        budget_s = CAPTURING_S if fastest.async_results else BUDGET_S
+        budget_s = CAPTURING_S if captured else BUDGET_S
         table = measure(probe, timed, grid, budget_s, key, whole=whole)
     finally:
         engine.runner.close_scratch()

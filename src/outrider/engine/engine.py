@@ -132,7 +132,7 @@ class Engine:
             )
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
-        trees = self.executors[0].trees
+        trees = any(executor.trees for executor in self.executors)
         self.policy = DraftPolicy(
             controller=controller,
             drafter=drafter,
@@ -212,16 +212,20 @@ class Engine:
     def warm_up(self, say: Callable[[str], None]) -> None:
         """On a GPU: capture what the first requests of a program would wait for, and tell how far that is."""
         if self.device.type == "cuda":
-            say(self.executors[0].prepare(served=False, progress=Reporter(say, self.clock)))
+            say(self._prepare(served=False, say=say))
 
     def serve(self, say: Callable[[str], None] = lambda line: None) -> str:
         """Prepare for requests at any moment: allocate memory, shorten prompt chunks, on a GPU capture the likely
         steps and passes. Returns a line about what was prepared. say: is told how far that is, if it takes long."""
         self.store.take_ahead()
-        made = self.executors[0].prepare(progress=Reporter(say, self.clock)) if self.device.type == "cuda" else ""
+        prepared = self._prepare(served=True, say=say) if self.device.type == "cuda" else ""
         if self.can.prefill_idle and self.can.prompts_independent:
             self.prefill.chunk = min(self.prefill.chunk, self.can.prefill_idle)
-        return made
+        return prepared
+
+    def _prepare(self, *, served: bool, say: Callable[[str], None]) -> str:
+        progress = Reporter(say, self.clock)
+        return "; ".join(filter(None, [executor.prepare(served, progress) for executor in self.executors]))
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:

@@ -32,7 +32,7 @@ from .capture import Graph, GraphCache, GraphPool
 from .decode import Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs
-from .step import DecodeRows, Executor, PendingStep, Plan, Progressed, Sequence, StepBatch
+from .step import DecodeRows, Executor, PendingStep, Plan, Progressed, Sequence, StepBatch, StepFeatures
 
 log = logging.getLogger("outrider")
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
@@ -134,6 +134,10 @@ class GraphExecutor(Executor):
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and the number of such steps
 
     # ---- planning: which graph, captured if there is none
+    def supports(self, features: StepFeatures) -> bool:
+        slots = self.runner.adapters.slots if self.runner.adapters is not None else None
+        return self.broken is None and (len(features.adapters) == 0 or slots is not None)
+
     def plan(self, batch: StepBatch) -> GraphPlan | None:
         if not batch.decode:
             return GraphPlan(batch) if self.broken is None else None

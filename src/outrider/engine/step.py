@@ -231,15 +231,42 @@ class PendingStep:
     num_captures: int = 0  # the executor's, when it was launched
 
 
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """What the decode rows of a step need of an executor."""
+
+    altered: bool = False  # history or masks change the logits of some sequence
+    drafters: frozenset[str | None] = frozenset()  # that plans name
+    tree_drafters: frozenset[str | None] = frozenset()  # those of trees
+    filtered_trees: bool = False  # trees of sequences with filters
+    adapters: frozenset[Adapter] = frozenset()
+
+    @staticmethod
+    def of(rows: DecodeRows) -> StepFeatures:
+        trees = [row for row in rows if row.plan.nodes > 0]
+        return StepFeatures(
+            altered=any([row.seq.altered for row in rows]),
+            drafters=frozenset([row.plan.drafter for row in rows]),
+            tree_drafters=frozenset([row.plan.drafter for row in trees]),
+            filtered_trees=any([not row.seq.request.params.temperature_only for row in trees]),
+            adapters=frozenset([row.seq.adapter for row in rows if row.seq.adapter is not None]),
+        )
+
+
 class Executor(Protocol):
     name: str
     async_results: bool = False  # its steps are read after the next one was launched; otherwise at once
     trees: bool = False  # trees cost no more here than their rows, so the controller may choose them
+    probes_whole_cycles: bool = False  # the draft is timed within its cycle, as it runs
 
     @property
     def num_captures(self) -> int:
         """So far. A step during which it captured did not take its usual time."""
         return 0
+
+    def supports(self, features: StepFeatures) -> bool:
+        """Steps with these features may run here."""
+        return True
 
     def plan(self, batch: StepBatch) -> Plan | None:
         """How this step would run here, with everything prepared for it; None: it cannot."""
@@ -266,7 +293,9 @@ class Executor(Protocol):
 
 def pick(executors: abc.Sequence[Executor], batch: StepBatch) -> tuple[Executor, Plan]:
     """The first of the executors, fastest first, that can run this step, and its plan. The last one runs everything."""
+    features = StepFeatures.of(batch.decode)
     for executor in executors:
-        if (plan := executor.plan(batch)) is not None:
+        plan = executor.plan(batch) if executor.supports(features) else None
+        if plan is not None:
             return executor, plan
     raise AssertionError("the last executor runs everything")

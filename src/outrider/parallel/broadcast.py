@@ -23,7 +23,7 @@ from ..cache.store import SeqCache
 from ..engine.engine import Engine
 from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Executor, PendingStep, Plan, Progressed, Request, Sequence, StepBatch
+from ..engine.step import Executor, PendingStep, Plan, Progressed, Request, Sequence, StepBatch, StepFeatures
 from ..ops.decode_io import DecodeOutputs
 from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError
@@ -170,10 +170,14 @@ class BroadcastExecutor:
         self.name = inner.name
         self.async_results = inner.async_results
         self.trees = inner.trees
+        self.probes_whole_cycles = inner.probes_whole_cycles
 
     @property
     def num_captures(self) -> int:
         return self.inner.num_captures
+
+    def supports(self, features: StepFeatures) -> bool:
+        return self.inner.supports(features)
 
     def plan(self, batch: StepBatch) -> Plan | None:
         if not self.async_results or not batch.decode:

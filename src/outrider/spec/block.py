@@ -8,7 +8,7 @@ needs one pass too: slot j scores the tokens after every node at depth j. `load_
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..models.block import BlockNet
 from ..models.block_config import BlockConfig
 from ..models.decoder import TextModel
+from ..ops.decode_io import Proposer
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
 from ..ops.trees import WIDTH, TreeRows, max_nodes
@@ -25,6 +26,9 @@ from ..weights.load import LoadOptions, load, translate
 from .acceptance import BINS, AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, confident_round, draft_round, padded
 from .tree import build_fixed_tree, build_tree
+
+if TYPE_CHECKING:
+    from ..ops.cpu.cycle import CpuCycle
 
 EVERY = slice(None)  # sequence
 # spec.tree.Step, or of all sequences of a batch in their order
@@ -53,6 +57,9 @@ class BlockDrafter(Drafter):
     # ---- context --------------------------------------------------------------------------------------------------
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
         self.block.write_context(streams, kv, following)
+
+    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+        return {self.name: Proposer.BLOCK if cycle.drafts_blocks else Proposer.HOST}
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def propose(self, batch: DraftBatch, k: int) -> Draft:

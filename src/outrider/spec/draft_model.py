@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +19,13 @@ from ..cache.store import last_rows, ragged
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..ops.backend import DraftRequest, DraftResult
+from ..ops.decode_io import Proposer
 from ..types import Draft, KVPages, KVView
 from .acceptance import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, DraftTexts, confident_round, padded
+
+if TYPE_CHECKING:
+    from ..ops.cpu.cycle import CpuCycle
 
 PAGE = 32
 CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
@@ -138,6 +143,9 @@ class DraftModel(Drafter):
         self.host_rounds = self.chain is not None
         self.pages = DraftPages(model.config, ops.kv_dtype(model.dtype), model.device)
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
+
+    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+        return {self.name: Proposer.HOST} if self.host_rounds else {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         if self.chain is not None and batch.sampling.cut is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,15 @@ from torch import Tensor
 
 from ..models.drafter import MTPNet
 from ..ops.backend import BlockCall, DraftResult
+from ..ops.decode_io import Proposer
 from ..ops.reference import Backend
 from ..ops.trees import TreeRows
 from ..types import MAX_DRAFT, AttnSpec, Draft, DraftPlan, KVView, OutriderError
 from .acceptance import AcceptanceProfile
 from .choose import SamplingBatch
+
+if TYPE_CHECKING:
+    from ..ops.cpu.cycle import CpuCycle
 
 # (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary)
 # and float32 logits [B, N]. cluster_bonus [B, C]: what sampling adds to the scores of a clustered head's clusters.
@@ -90,6 +94,10 @@ class Drafter:
     def features_of(self, drafter: Drafter, features: Tensor) -> Tensor:
         """A member's own part of features [B, H·(1 + taps)]."""
         return features
+
+    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+        """Who drafts for its members, by name, in steps that run as one call; others' steps do not."""
+        return {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """Draft at most k >= 1 tokens for every sequence, or a tree of depth k (`DraftBatch.plans`, spec.tree)."""
@@ -161,6 +169,10 @@ class DrafterPair(Drafter):
 
     def member(self, name: str | None) -> Drafter:
         return next(drafter for drafter in self.members if drafter.name == name)
+
+    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+        before_the_call: dict[str | None, Proposer] = {member.name: Proposer.HOST for member in self.members}
+        return before_the_call | self.mtp.proposers_in(cycle) | self.block.proposers_in(cycle)
 
     def features_of(self, drafter: Drafter, features: Tensor) -> Tensor:
         streams = features.split(features.shape[1] // (1 + len(self.taps)), 1)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
+from ..ops.decode_io import Proposer
 from ..ops.trees import BRANCH, WIDTH, Frontier, TreeRows, max_nodes
 from ..types import Draft, DraftNoise
 from .drafter import DraftBatch, Drafter, Score, draft_round
 from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
+
+if TYPE_CHECKING:
+    from ..ops.cpu.cycle import CpuCycle
 
 
 class MTPDrafter(Drafter):
@@ -23,6 +29,9 @@ class MTPDrafter(Drafter):
         self.net = model
         self.taps = model.config.taps
         self.trained_for = model.config.target_hash
+
+    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+        return {self.name: Proposer.MTP} if cycle.drafts else {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call if the network runs whole rounds for this many sequences; else step by step."""

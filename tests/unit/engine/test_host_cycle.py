@@ -20,6 +20,7 @@ from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
+from outrider.spec.draft_model import DraftModel
 from outrider.spec.mtp import MTPDrafter
 from outrider.train import design
 from outrider.weights.load import dummy_weights
@@ -220,3 +221,18 @@ def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, 
         run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]}
         and captured.metrics.trees > 0
     )
+
+
+def test_a_draft_model_asked_for_trees_drafts_chains() -> None:
+    """Its drafts are made before the call, which accepts chains only. Catches a call without a drafter that builds a
+    tree."""
+    one, many = engines("llama")
+    drafter = DraftModel(one.model)
+    controller = Controller(CostTable(), ("draft_model",))
+    settings = replace(one.config)
+    engine = Engine(one.model, None, settings, SpecConfig(None), drafter, controller, KVOptions(torch.float16))
+    assert isinstance(engine.executors[0], HostExecutor)
+    job = request("a", PROMPT, k=4, drafter="draft_model", max_tokens=30)
+    job.tree = 8
+    assert run(engine, [job]) == run(many, [request("a", PROMPT, drafter=False, max_tokens=30)])
+    assert engine.metrics.accepted > 0 and engine.metrics.trees == 0
