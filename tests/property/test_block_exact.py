@@ -28,6 +28,7 @@ from outrider.models.block import BlockNet
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.decode_io import Proposer
 from outrider.ops.reference import block_context
 from outrider.spec.block import BlockDrafter
 from outrider.spec.drafter import DraftBatch
@@ -274,7 +275,8 @@ def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, An
     one, many = (tiny_engine("llama", d, model=model, max_batch=4, page_size=16) for d in made)
     assert [e.name for e in one.executors] == ["host", "eager"]
     assert isinstance(one.executors[0], HostExecutor)
-    assert one.executors[0].block == ("dflash" if layout == "z-lab" else None)
+    proposer = Proposer.BLOCK if layout == "z-lab" else Proposer.HOST
+    assert one.executors[0].proposers[made[0].name] == proposer
     many.executors = many.executors[1:]
     audits = audited_steps(one, made[0].block), audited_steps(many, made[1].block)
     jobs = [
