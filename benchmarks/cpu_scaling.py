@@ -37,7 +37,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-import numpy as np
 import torch
 from tests.dummy_checkpoint import write_gguf
 from tests.stress.random_models import RANDOM
@@ -48,10 +47,12 @@ from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.cpu import build
 from outrider.ops.cpu import ops as cpu_ops
-from outrider.ops.cpu.lib import declare
+from outrider.ops.cpu.certify import FORMATS, Problems
+from outrider.ops.cpu.lib import GRIDS, declare
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight, c_weight
-from outrider.ops.formats import BLOCKS, GGUFBlockFormat, Weight
+from outrider.ops.formats import BLOCKS
+from outrider.ops.registry import Certification
 from outrider.weights.load import load_target
 
 PROBE = Path(__file__).with_name("cpu_probe.c")
@@ -182,6 +183,7 @@ class Libraries:
         if name not in self.loaded:
             lib = ctypes.CDLL(str(self.paths[name].result()))
             declare(lib)
+            lib.or_grids((ctypes.c_void_p * len(GRIDS))(*[grid.ctypes.data for grid in GRIDS]))
             pointer = ctypes.c_void_p
             lib.probe_read.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_int64]
             lib.probe_barriers.argtypes = [pointer, ctypes.c_int]
@@ -189,12 +191,12 @@ class Libraries:
             for function in (lib.probe_read, lib.probe_barriers, lib.probe_products):
                 function.restype = None
             self.loaded[name] = lib
-        original = cpu_ops.load
-        cpu_ops.load = lambda isa: self.loaded[name]
+        original = cpu_ops.certified_library
+        cpu_ops.certified_library = lambda isa: (self.loaded[name], Certification("", ""))
         try:
             return CpuOps(threads)
         finally:
-            cpu_ops.load = original
+            cpu_ops.certified_library = original
 
 
 def fetch_before_barriers(ops: CpuOps, size: int) -> None:
@@ -311,18 +313,7 @@ def barriers(report: Report, libs: Libraries, threads: Sequence[int]) -> None:
 
 def packed(ops: CpuOps, kind: str, n: int, k: int) -> PackedWeight:
     """Random blocks with finite scales."""
-    rng = np.random.default_rng(0)
-    size, nbytes = BLOCKS[kind]
-    blocks = rng.integers(0, 256, (n * k // size, nbytes), dtype=np.uint8)
-    one_scale = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")
-    places = (208,) if kind == "Q6_K" else (0,) if kind in one_scale else (0, 2)
-    for place in places:
-        scale = rng.uniform(0.001, 0.02, len(blocks)).astype(np.float16)
-        blocks[:, place : place + 2] = scale[:, None].view(np.uint8)
-    tensors = {"blocks": torch.from_numpy(blocks.reshape(n, -1))}
-    weight = ops.packer.pack([Weight(GGUFBlockFormat(kind), (n, k), tensors)])
-    assert weight is not None
-    return weight
+    return Problems(ops.lib, ops.pool).weight(kind, n, k)
 
 
 def products(ops: CpuOps, weights: Sequence[PackedWeight], rows: int, phases: int) -> Callable[[], None]:
@@ -360,8 +351,8 @@ def compute(report: Report, libs: Libraries, levels: Sequence[str]) -> None:
 def bits(report: Report, libs: Libraries) -> None:
     both = [libs.ops(name, cpu_ops.default_threads()) for name in ("amx", BF16)]
     wrong: dict[str, list[int]] = {}
-    for kind, (block, _) in BLOCKS.items():
-        k = 1280 if block == 256 else 1120
+    for kind in FORMATS:
+        k = 1280 if BLOCKS[kind][0] == 256 else 1120
         x = torch.randn(300, k, generator=torch.Generator().manual_seed(0))
         weights = [packed(ops, kind, 72, k) for ops in both]
         for rows in (*range(1, 65), 127, 128, 129, 300):
@@ -369,7 +360,7 @@ def bits(report: Report, libs: Libraries) -> None:
             if not torch.equal(*answers):
                 wrong.setdefault(kind, []).append(rows)
     kv = [str(ops.kv_dtype(torch.float32)) for ops in both]
-    report("bits", formats=list(BLOCKS), equal=not wrong, wrong=wrong, kv=kv)
+    report("bits", formats=list(FORMATS), equal=not wrong, wrong=wrong, kv=kv)
 
 
 def passes(report: Report, libs: Libraries, model: Model, count: int, levels: Sequence[str], full: bool) -> None:

@@ -42,7 +42,7 @@ class Diagnosis:
 def doctor(
     as_json: common.AsJson = False,
     build: Annotated[bool, typer.Option(help="Compile the CPU kernels if that was not done yet.")] = True,
-    kernels: Annotated[bool, typer.Option("--kernels", help="List which GPU kernel serves which operation.")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="List which kernel serves which operation here.")] = False,
 ) -> None:
     """What is installed, which kernels and GPU will be used, and what would make this machine faster.
 
@@ -63,16 +63,33 @@ def doctor(
 
 
 def _kernels(as_json: bool) -> None:
-    with common.needs("doctor --kernels", "gpu"):
+    """Print the tables of CPU and GPU kernels. Without the GPU extra a line says so."""
+    from ..ops.cpu.build import BuildError, processor
+    from ..ops.cpu.certify import level_rows
+    from ..ops.registry import KernelRow
+
+    tables: list[tuple[str, list[KernelRow]]] = []
+    notes = []
+    try:
+        tables.append((f"CPU kernels; {processor()}", level_rows()))
+    except BuildError as error:
+        notes.append(f"no CPU kernels: {error}")
+    if importlib.util.find_spec("triton") is not None:
         from ..ops.triton.report import kernel_rows
-    rows, about = kernel_rows()
+
+        gpu_rows, about = kernel_rows()
+        tables.append((f"GPU kernels, those of an operation with the same bits; {about}", gpu_rows))
+    else:
+        notes.append("no GPU kernels: triton is missing (pip install 'outrider[gpu]')")
     if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps([asdict(row) for _, rows in tables for row in rows], indent=2))
         return
     heads = ("operation", "when", "kernel", "source", "here")
-    lines = [(row.operation, row.when, row.kernel, row.source, row.here) for row in rows]
-    title = f"GPU kernels, those of an operation with the same bits; {about}"
-    out.print(common.table(heads, lines, heads, title=title))
+    for title, rows in tables:
+        lines = [(row.operation, row.when, row.kernel, row.source, row.here) for row in rows]
+        out.print(common.table(heads, lines, heads, title=title))
+    for note in notes:
+        out.print(note)
 
 
 def _python() -> Iterator[Diagnosis]:

@@ -15,7 +15,7 @@ import datetime
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -119,6 +119,17 @@ class Certification:
         return Certification(self.machine, today(), older + newer)
 
 
+@dataclass(frozen=True)
+class KernelRow:
+    """A row of `outrider doctor --kernels`."""
+
+    operation: str
+    when: str
+    kernel: str
+    source: str
+    here: str  # whether it runs on this machine
+
+
 def today() -> str:
     return datetime.date.today().isoformat()
 
@@ -184,14 +195,20 @@ class Registry:
 
 
 def certify(
-    registry: Registry, probes: Iterable[Probe], rows: Sequence[int] = ROWS, say: Callable[[str], None] | None = None
+    registry: Registry,
+    probes: Iterable[Probe],
+    rows: Sequence[int] = ROWS,
+    say: Callable[[str], None] | None = None,
+    only: Collection[str] | None = None,
 ) -> list[Result]:
-    """Run these probes on every kernel of their order, at each number of rows that the kernel serves."""
+    """Run these probes on every kernel of their order (`only`: on these), at each number of rows that it serves."""
     orders = registry.by_order()
     results = []
     for probe in probes:
         kernels = orders.get(probe.order, [])
         for kernel in kernels:
+            if only is not None and kernel.name not in only:
+                continue
             counts = [n for n in rows if n <= probe.max_rows and probe.serves(kernel, n)]
             if not counts:
                 continue

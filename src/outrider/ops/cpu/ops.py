@@ -27,10 +27,11 @@ from ..lowrank import Adapter, LowRank
 from ..reference import ReferenceOps, as_tensor
 from . import lowrank, packing
 from .block import CpuBlock, block_view, compile_block
+from .certify import certified_library
 from .cycle import CpuCycle
 from .draft_model import CpuChain
 from .forward import CompiledDrafter, CompiledModel, compile_drafter, compile_model
-from .lib import ACTIVATIONS, FILE_TYPES, CBatchBuffers, CPages, at, c_block_spec, c_spec, floats, load, ptrs
+from .lib import ACTIVATIONS, FILE_TYPES, CBatchBuffers, CPages, at, c_block_spec, c_spec, floats, ptrs
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight, c_moe, c_weight, routable, table_scale
 
@@ -68,7 +69,9 @@ class CpuOps(ReferenceOps):
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
         self.isa = isa
-        self.lib = load(isa)
+        self.lib, certification = certified_library(isa)
+        independent_rows = certification.independent_rows(EVERY_ROW)
+        self.capabilities = replace(CpuOps.capabilities, independent_rows=independent_rows)
         self.version = Path(self.lib._name).stem
         self.threads = threads or default_threads()
         self.pool: int = self.lib.or_pool_new(self.threads)

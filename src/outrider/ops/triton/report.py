@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from ..registry import KernelRow
 from .card import Card
 from .kernels import TABLE
-
-
-@dataclass(frozen=True)
-class KernelRow:
-    operation: str
-    when: str
-    kernel: str
-    source: str
-    here: str  # whether it runs on this machine's card
 
 
 def kernel_rows() -> tuple[list[KernelRow], str]:
