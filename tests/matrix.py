@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CORES = {"Haswell": {"avx2", "fma"}, "Zen": {"avx2", "fma"}, "SkylakeX": {"avx512f", "avx512vl"}}  # and what each needs
 KERNELS = (
     "tests/property/test_formats_exact.py",
+    "tests/property/test_audio_exact.py",
     "tests/e2e/test_conformance.py",
     "-k",
-    "not test_conformance or stop or no_limit or choosing or scores",
+    "formats_exact or alone_in_a_batch or test_conformance and (stop or no_limit or choosing or scores)",
 )
 BLAS = ("tests/parity/test_triton_attention.py", "-k", "rows_stand_alone or depends_on_rows")
 

@@ -1,5 +1,5 @@
-"""Tiny models that hear and see: E2B with a conformer of clipped linears, the 12B with raw frames. The drafters of
-`tiny.assistant` fit both."""
+"""Tiny models that hear and see: E2B and E4B with a conformer of clipped linears, the 12B with raw frames. The drafters
+of `tiny.assistant` fit them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from outrider.models.audio_config import AudioConfig
 
 KINDS = ("gemma4_e2b", "gemma4_12b")
+ALL_KINDS = (*KINDS, "gemma4_e4b")
 # behind the byte-level tokenizer's 262
 SPELLED = ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
 AUDIO = 266
@@ -37,7 +38,7 @@ def target(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """changes: of the audio configuration."""
     t = transformers
     config = tiny_vision.target(kind, seed).config
-    audio = t.Gemma4AudioConfig(**CONFORMER | changes) if kind == "gemma4_e2b" else None
+    audio = t.Gemma4AudioConfig(**CONFORMER | changes) if kind in tiny_vision.EDGE_TEXTS else None
     config.audio_config = audio or t.Gemma4UnifiedAudioConfig(**dict(audio_embed_dim=40) | changes)
     config.audio_token_id = AUDIO
     config.boa_token_id = BOA

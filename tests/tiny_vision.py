@@ -27,6 +27,10 @@ SPELLED = {"gemma3_4b": ("<start_of_image>", "<image_soft_token>", "<end_of_imag
 BOI = 262
 IMAGE = 263
 EOI = 264
+EDGE_TEXTS: dict[str, dict[str, Any]] = {
+    "gemma4_e2b": tiny._EDGE | dict(num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4_e4b": tiny._EDGE | dict(num_key_value_heads=2, num_kv_shared_layers=2, layer_types=[tiny._S, tiny._F] * 3),
+}
 IDS = dict(boi_token_id=BOI, image_token_id=IMAGE, eoi_token_id=EOI, video_token_id=265, audio_token_id=266)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -54,12 +58,8 @@ def target(kind: str, seed: int = 0) -> PreTrainedModel:
             text_config=t.Gemma4UnifiedTextConfig(**text).to_dict(), vision_config=vision, audio_config=None, **IDS
         )
     else:
-        edge = kind == "gemma4_e2b"
-        text = (
-            tiny._EDGE | dict(num_kv_shared_layers=3, use_double_wide_mlp=True)
-            if edge
-            else tiny._K_EQ_V | dict(use_bidirectional_attention="vision")
-        )
+        edge = kind in EDGE_TEXTS
+        text = EDGE_TEXTS.get(kind) or tiny._K_EQ_V | dict(use_bidirectional_attention="vision")
         vision = dict(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
             head_dim=16, patch_size=4, position_embedding_size=256, use_clipped_linears=edge, standardize=not edge,

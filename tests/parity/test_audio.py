@@ -97,7 +97,7 @@ def both(kind: str, folder: Path) -> tuple[AudioModel, transformers.PreTrainedMo
     return AudioModel(config, load_audio(files, config, "cpu", torch.float32)), tiny_audio.target(kind)
 
 
-@pytest.mark.parametrize("kind", tiny_audio.KINDS)
+@pytest.mark.parametrize("kind", tiny_audio.ALL_KINDS)
 def test_soft_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """Alone and in a padded batch, from one token on, at lengths around an attention block's borders."""
     ours, model = both(kind, tmp_path)

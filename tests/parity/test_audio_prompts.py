@@ -51,7 +51,7 @@ class Heard:
         return [tiny_audio.BOA, *[tiny_audio.AUDIO] * self.audio.num_tokens(len(clip)), tiny_audio.EOA]
 
 
-@pytest.fixture(params=tiny_audio.KINDS)
+@pytest.fixture(params=tiny_audio.ALL_KINDS)
 def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Heard:
     return Heard(request.param, tmp_path)
 
@@ -100,7 +100,7 @@ def test_beside_an_image(heard: Heard) -> None:
         same_logprobs(answer, heard.logprobs(ids, [clip], [image]), len(ids))
 
 
-@pytest.mark.parametrize("kind", tiny_audio.KINDS)
+@pytest.mark.parametrize("kind", tiny_audio.ALL_KINDS)
 def test_a_clip_in_a_second_turn(kind: str, tmp_path: Path) -> None:
     """The ids are those of the text in which every clip is spelled out; the first turn comes from the cache, and
     chunks of 8 rows cut the clips."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from tests import block_drafters, lora, tiny, tiny_audio, tiny_vision
+import torch
+from tests import block_drafters, lora, quantised, tiny, tiny_audio, tiny_vision
 
 from outrider import LLM, SamplingParams
 from outrider.models.config import ModelConfig
 from outrider.weights import hub
 
 
-@pytest.fixture(scope="module", params=tiny_audio.KINDS)
+@pytest.fixture(scope="module", params=tiny_audio.ALL_KINDS)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     where = tmp_path_factory.mktemp("audio")
     tiny_audio.write(request.param, where / "target")
@@ -77,7 +79,7 @@ def test_alone_in_a_batch_and_with_drafts(folders: tuple[str, str], temperature:
     sampling = params(temperature)
     alone = plain(llm, sampling)
     for options in ({"draft_tokens": 1}, {"draft_tokens": 4}, {"draft_tokens": 8}, {"draft_tokens": 16},
-                    {"draft_tokens": 4, "tree": 8}, {"tree": 16}):  # fmt: skip
+                    {"draft_tokens": 4, "tree": 8}, {"draft_tokens": 8, "tree": 16}):  # fmt: skip
         llm.engine.store.prefix.clear()
         batch = llm.generate(prompts_of(llm), sampling, **options)
         assert texts(batch) == alone, options
@@ -165,3 +167,32 @@ def test_quantised_targets(folders: tuple[str, str], quantize: str) -> None:
     alone = plain(llm, params(0.9))
     assert texts(llm.generate(prompts_of(llm), params(0.9), draft_tokens=4)) == alone
     llm.close()
+
+
+@pytest.mark.parametrize("scheme", ["ct-int4-channel", "ct-fp8-dynamic"])
+def test_quantised_checkpoints(folders: tuple[str, str], tmp_path: Path, scheme: str) -> None:
+    """Their audio weights stay in 16 bits, so the soft tokens are those of the checkpoint they were made of."""
+    shutil.copytree(folders[0], tmp_path / "target")
+    quantised.rewrite(tmp_path / "target", scheme)
+    llm = load((str(tmp_path / "target"), folders[1]), dtype="bfloat16")
+    alone = plain(llm, params(0.9))
+    assert texts(llm.generate(prompts_of(llm), params(0.9), draft_tokens=4)) == alone
+    dense = load(folders, dtype="bfloat16")
+    soft_tokens = [model.sound().encode(sound(4_000, 3)).soft_tokens for model in (llm, dense)]
+    assert torch.equal(*soft_tokens)
+    dense.close()
+    llm.close()
+
+
+def test_prefixes_with_clips_come_back_from_disk(folders: tuple[str, str], tmp_path: Path) -> None:
+    """Files are named by the clip's content: another clip in the same place finds nothing."""
+    sampling = params(0.9)
+    first, second = sound(16_000, 7), sound(16_000, 8)
+    answers = []
+    for clip in (first, first, second):
+        llm = load(folders, prefix_store=str(tmp_path))
+        prompt = {"text": "a <|audio|> and what follows it here", "audio": [clip]}
+        answers.append(llm.generate(prompt, sampling, draft_tokens=4)[0])
+        llm.close()
+    assert answers[0].token_ids == answers[1].token_ids
+    assert [answer.stats.cached_tokens > 0 for answer in answers] == [False, True, False]
