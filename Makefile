@@ -51,10 +51,12 @@ test-ray: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too
 
-# Wheel and source archive, into dist/.
-dist: setup
+# Wheel and source archive, into dist/. Needs a C compiler and two small packages, not the tools of `setup`.
+dist:
 	rm -rf dist build/lib build/bdist.*
-	$(BIN)/python -m build --no-isolation --outdir dist .
+	test -x build/tools/bin/python || $(PYTHON) -m venv build/tools
+	build/tools/bin/pip install -q --disable-pip-version-check -c constraints.txt build 'setuptools>=77'
+	build/tools/bin/python -m build --no-isolation --outdir dist .
 
 # Both container images; where no Docker answers, they are checked by a linter.
 images: setup

@@ -69,7 +69,7 @@ class Assembled(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a model computes."""
+    """The device, data type and kernels of a model."""
 
     device: torch.device
     dtype: torch.dtype
@@ -233,7 +233,7 @@ def acceptance_profiles(
 def prefix_store_options(
     files: Files, settings: LoadSettings, place: Place, drafter: Drafter | None, kv_dtype: torch.dtype
 ) -> PrefixStoreOptions | None:
-    """Where prefixes are kept on disk, and what their bits depend on; None: nowhere."""
+    """The folder of prefixes on disk and the key of their bits; None: they are not stored."""
     config = settings.engine
     if config.prefix_store is None:
         return None
@@ -252,7 +252,7 @@ def prefix_store_options(
 
 
 def cost_key(model: str, settings: LoadSettings, place: Place, drafter: Drafter | None, max_batch: int) -> str:
-    """What the measured costs of a cycle depend on, as JSON. Costs are measured again if any of it changes."""
+    """The key of measured costs, as JSON: if any part of it changes, costs are measured again."""
     members = drafter.members if drafter is not None else ()
     return json.dumps(
         {

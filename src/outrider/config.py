@@ -158,19 +158,19 @@ class LoadSettings:
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
-        given = [self.drafter] if isinstance(self.drafter, (str, PathLike)) else self.drafter
-        paths = isinstance(given, (list, tuple)) and all(isinstance(one, (str, PathLike)) for one in given)
+        drafters = [self.drafter] if isinstance(self.drafter, (str, PathLike)) else self.drafter
+        paths = isinstance(drafters, (list, tuple)) and all(isinstance(one, (str, PathLike)) for one in drafters)
         require(paths, f"drafter must be 'auto', 'none', 'ngram' or where one is, got {self.drafter!r}")
-        require(1 <= len(given) <= 2, f"drafter may be one or two (an MTP and a block drafter), got {len(given)}")
-        named = tuple(str(one) for one in given)
+        require(1 <= len(drafters) <= 2, f"drafter may be one or two (an MTP and a block drafter), got {len(drafters)}")
+        named = tuple(str(one) for one in drafters)
         if len(named) == 2:
             alone = next((one for one in named if one in ("none", "ngram") or one.startswith("draft:")), None)
             why = "these are the same" if alone is None else f"{alone} stands alone"
             both = alone is None and named[0] != named[1]
             require(both, f"two drafters are an MTP and a block one; {why}")
         object.__setattr__(self, "drafter", named[0] if len(named) == 1 else named)
-        own = isinstance(self.engine, EngineConfig)
-        require(own, f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)")
+        is_config = isinstance(self.engine, EngineConfig)
+        require(is_config, f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)")
         check_whole(self, None, "threads", "seed")
         check_whole(self, 0, "max_images", "max_image_pixels", "max_clips")
         check_whole(self, 1, "tensor_parallel", "max_adapters")
@@ -210,7 +210,7 @@ class LoadSettings:
 
     def changed(self, changes: Mapping[str, object]) -> LoadSettings:
         """A copy with these fields changed, also the engine's and `ALIASES`; an engine of None changes nothing."""
-        given: dict[str, object] = {}
+        values: dict[str, object] = {}
         inner = [f.name for f in fields(self.engine)]
         known = [*(f.name for f in fields(self)), *inner, *ALIASES]
         for spelled, value in changes.items():
@@ -218,16 +218,16 @@ class LoadSettings:
                 close = get_close_matches(spelled, known) or known
                 raise OutriderError(f"unknown field {spelled!r}; known: {', '.join(close)}")
             name = ALIASES.get(spelled, spelled)
-            if name in given and given[name] != value:
+            if name in values and values[name] != value:
                 both = " and ".join(f"{n}={v!r}" for n, v in changes.items() if ALIASES.get(n, n) == name)
                 raise OutriderError(f"{both} are the same setting with different values: give one of them")
             if name != "engine" or value is not None:
-                given[name] = value
-        engine = given.pop("engine", self.engine)
-        own = {name: given.pop(name) for name in inner if name in given}
+                values[name] = value
+        engine = values.pop("engine", self.engine)
+        engine_values = {name: values.pop(name) for name in inner if name in values}
         if isinstance(engine, EngineConfig):  # anything else is refused below
-            engine = replace(engine, **own)  # type: ignore[arg-type]
-        return replace(self, **given, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
+            engine = replace(engine, **engine_values)  # type: ignore[arg-type]
+        return replace(self, **values, engine=engine)  # type: ignore[arg-type]  # they are checked as they are set
 
     def options(self) -> dict[str, object]:
         """The options from which `of` makes these settings."""
@@ -244,8 +244,10 @@ class Option:
 def options(settings: type) -> dict[str, Option]:
     """The fields whose annotation carries a text, which is its last part."""
     hints = get_type_hints(settings, include_extras=True)
-    found = {f.name: (f, hints[f.name]) for f in fields(settings) if get_origin(hints[f.name]) is Annotated}
-    return {name: Option(get_args(hint)[0], field.default, get_args(hint)[-1]) for name, (field, hint) in found.items()}
+    annotated = {f.name: (f, hints[f.name]) for f in fields(settings) if get_origin(hints[f.name]) is Annotated}
+    return {
+        name: Option(get_args(hint)[0], field.default, get_args(hint)[-1]) for name, (field, hint) in annotated.items()
+    }
 
 
 ENGINE = options(EngineConfig)
@@ -259,8 +261,8 @@ def parse_tree(text: str | int | None) -> int | None:
 
 def parse_draft_tokens(text: str | int | None) -> int | None:
     """'auto' or a number, as users write it."""
-    found = _number(text, f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto'")
-    return SpecConfig(draft_tokens=found).draft_tokens
+    number = _number(text, f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto'")
+    return SpecConfig(draft_tokens=number).draft_tokens
 
 
 def _number(text: str | int | None, rule: str) -> int | None:

@@ -158,10 +158,10 @@ class LLM:
         group = next(self._ids)
         draft_tokens = parse_draft_tokens(draft_tokens)
         tree = parse_tree(tree)
-        asked = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
-        asked.spans = getattr(ids, "spans", ())
+        request = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
+        request.spans = getattr(ids, "spans", ())
         each = [replace(params, seed=int(params.seed) + i, n=1) for i in range(params.n)]
-        return [replace(asked, id=f"{group}.{i}", params=own) for i, own in enumerate(each)]
+        return [replace(request, id=f"{group}.{i}", params=answer_params) for i, answer_params in enumerate(each)]
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **how: Unpack[RequestOptions]
@@ -300,8 +300,8 @@ def _take(completion: Completion, event: Event) -> None:
     assert completion.kinds is not None
     completion.kinds += event.kinds
     before = completion.logprobs
-    told = event.logprobs
-    completion.logprobs = before + told if before is not None and told is not None else None
+    logprobs = event.logprobs
+    completion.logprobs = before + logprobs if before is not None and logprobs is not None else None
     if event.finish_reason is not None:
         completion.finish_reason = event.finish_reason
         assert event.stats is not None
@@ -319,9 +319,9 @@ def worker(device: str | None = None) -> NoReturn:
     group = None
     try:
         group = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))
-        told = group.receive()
-        assert isinstance(told, tuple)
-        model, settings = told
+        message = group.receive()
+        assert isinstance(message, tuple)
+        model, settings = message
         try:
             engine = assemble(model, settings, lambda line: None, group).engine
         except OutriderError:

@@ -36,8 +36,8 @@ class Prompt:
     @property
     def turns(self) -> list[str]:
         """The user's messages in order; each sees the answers to those before it."""
-        given = self.row.get("turns")
-        return [str(turn) for turn in given] if isinstance(given, list) and given else [self.text]
+        turns = self.row.get("turns")
+        return [str(turn) for turn in turns] if isinstance(turns, list) and turns else [self.text]
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:

@@ -318,9 +318,9 @@ class SamplingParams:
     keep_special: bool = False  # text keeps control tokens other than EOS: a server parses tool calls from them
 
     def __post_init__(self) -> None:
-        given: object = self.stop
-        if given is None or isinstance(given, str):  # otherwise each letter would be a stop string
-            object.__setattr__(self, "stop", () if given is None else (given,))
+        stop: object = self.stop
+        if stop is None or isinstance(stop, str):  # otherwise each letter would be a stop string
+            object.__setattr__(self, "stop", () if stop is None else (stop,))
 
     @property
     def penalised(self) -> bool:

@@ -109,24 +109,26 @@ class Cell:
     def of(key: CellKey, category: str, answers: Sequence[Answer], whole: float) -> Cell:
         """`whole`: seconds of the batch. A single answer's first cycle belongs to its time to first token."""
         ids = [ids for ids, _ in answers]
-        found = [stats for _, stats in answers]
+        every_stats = [stats for _, stats in answers]
         seconds = whole
         tokens = sum(map(len, ids))
-        if len(found) == 1:
-            seconds = found[0].decode_s
-            tokens = max(0, found[0].new_tokens - found[0].first_emitted)
+        if len(every_stats) == 1:
+            seconds = every_stats[0].decode_s
+            tokens = max(0, every_stats[0].new_tokens - every_stats[0].first_emitted)
         return Cell(
             *key,
             category,
             seconds,
             tokens,
-            ttft_s=sorted(s.ttft_s for s in found)[len(found) // 2],
+            ttft_s=sorted(s.ttft_s for s in every_stats)[len(every_stats) // 2],
             digest=hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
-            cycles=sum(s.cycles for s in found),
-            drafted=sum(s.drafted for s in found),
-            accepted=sum(s.accepted for s in found),
-            drafted_by_position=[sum(each) for each in zip(*(s.drafted_by_position for s in found), strict=True)],
-            accepted_by_position=[sum(each) for each in zip(*(s.accepted_by_position for s in found), strict=True)],
+            cycles=sum(s.cycles for s in every_stats),
+            drafted=sum(s.drafted for s in every_stats),
+            accepted=sum(s.accepted for s in every_stats),
+            drafted_by_position=[sum(each) for each in zip(*(s.drafted_by_position for s in every_stats), strict=True)],
+            accepted_by_position=[
+                sum(each) for each in zip(*(s.accepted_by_position for s in every_stats), strict=True)
+            ],
         )
 
     @property
@@ -143,10 +145,10 @@ class Store:
         # one that failed before its first cell is none
         if (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size:
             require(resume, f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
-            found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            stored = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             for name, now in wanted.items():
-                same = found.get(name) == now
-                require(same, f"{folder} was run with another {name}: {found.get(name)!r}, now {now!r}")
+                same = stored.get(name) == now
+                require(same, f"{folder} was run with another {name}: {stored.get(name)!r}, now {now!r}")
         else:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(json.dumps(wanted, indent=1), encoding="utf-8")
@@ -199,7 +201,8 @@ def run(
                     short = Prompt("warm-up", "warm-up", group[0].text[:200], 16)
                     contestant.answer([short], temperature, settings["seed"])
                 timed = contestant.answer(group, temperature, settings["seed"])
-                store.add(cell := Cell.of(key, group[0].category, *timed))
+                cell = Cell.of(key, group[0].category, *timed)
+                store.add(cell)
                 yield cell
 
 

@@ -76,11 +76,11 @@ def _best(run: Callable[[], object]) -> float:
     """Seconds of the fastest of some runs: other load only ever adds time."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     run()
-    taken = []
+    durations = []
     for _ in range(REPEATS):
         wait()
         began = time.perf_counter()
         run()
         wait()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        durations.append(time.perf_counter() - began)
+    return min(durations)

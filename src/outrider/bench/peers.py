@@ -155,6 +155,6 @@ def build(name: str, llm: LLM, path: Path, load: LoadSettings) -> Contestant:
     """path: the checkpoint that the LLM was loaded from, a folder or a .gguf file."""
     require(name in PEERS, f"unknown peer {name!r}; known: {', '.join(PEERS)}")
     peer, package = PEERS[name]
-    told = f"is not installed (pip install {package})"
-    with bad_input(ModuleNotFoundError, lambda error: f"--against {name}: {error.name} {told}"):
+    reason = f"is not installed (pip install {package})"
+    with bad_input(ModuleNotFoundError, lambda error: f"--against {name}: {error.name} {reason}"):
         return peer(llm, path, load)

@@ -267,7 +267,7 @@ def basis(setup: Setup) -> str:
 
 
 def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
-    """What `outrider predict` shows of speed, as plain data."""
+    """The speeds that `outrider predict` shows, as plain data."""
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
     plain = verify_time(setup, 0)

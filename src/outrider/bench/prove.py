@@ -50,11 +50,11 @@ def prove(
             for drafter in llm.engine.controller.drafters:
                 branches = drafter == "mtp" and llm.engine.can.trees and not llm.engine.graphs
                 for k, tree in [*((k, 0) for k in ks), *([(4, MAX_DRAFT)] if branches else [])]:
-                    found = [
+                    answered = [
                         llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in some
                     ]
                     drafted = f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
-                    yield identity(llm, some, plain, found, params, drafted)
+                    yield identity(llm, some, plain, answered, params, drafted)
             together = [c.token_ids for c in llm.generate([list(p) for p in some], params)]
             yield identity(llm, some, plain, together, params, "auto, one batch")
         yield from answers(llm, prompts[:BATCH], cases[0][0], ks)
@@ -68,14 +68,14 @@ def row_invariance(llm: LLM, prompts: Tokens) -> Iterator[ProofResult]:
         tokens = prompt + answer
         alone = block_logits(llm, [tokens], [len(prompt)], 1)[0]  # [17, V]
         others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
-        found = [block_logits(llm, [tokens], [len(prompt)], width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)]
+        blocks = [block_logits(llm, [tokens], [len(prompt)], width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)]
         if llm.engine.max_batch >= BATCH:
             batch = [tokens, *(o + answer for o in others)]
             starts = [len(prompt), *map(len, others)]
-            found.append(block_logits(llm, batch, starts, MAX_DRAFT + 1)[0])
-        worst = max(0.0 if torch.equal(alone, z) else max(float((alone - z).abs().max()), 1e-45) for z in found)
+            blocks.append(block_logits(llm, batch, starts, MAX_DRAFT + 1)[0])
+        worst = max(0.0 if torch.equal(alone, z) else max(float((alone - z).abs().max()), 1e-45) for z in blocks)
         detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
-        yield ProofResult("row invariance", f"prompt {i + 1}, {len(found)} layouts", worst == 0.0, detail)
+        yield ProofResult("row invariance", f"prompt {i + 1}, {len(blocks)} layouts", worst == 0.0, detail)
 
 
 @torch.inference_mode()
@@ -155,16 +155,16 @@ def _logprob_gap(
 def answers(llm: LLM, prompts: Tokens, params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
     """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the
     way."""
-    asked = []
+    requests = []
     for prompt in prompts:
         text = llm.generate(prompt, params, drafter=False)[0].text
         middle = text[len(text) // 2 : len(text) // 2 + 3]
-        asked.append(replace(params, logprobs=3, stop=(middle,) if middle and llm.tokenizer is not None else ()))
-    plain = [_parts(llm.generate(p, a, drafter=False)[0]) for p, a in zip(prompts, asked)]
+        requests.append(replace(params, logprobs=3, stop=(middle,) if middle and llm.tokenizer is not None else ()))
+    plain = [_parts(llm.generate(p, a, drafter=False)[0]) for p, a in zip(prompts, requests)]
     for drafter in llm.engine.controller.drafters:
         for k in ks:
             case = f"{sampled(params)}, stop string, logprobs, {drafter}, K = {k}"
-            got = [_parts(llm.generate(p, a, draft_tokens=k, drafter=drafter)[0]) for p, a in zip(prompts, asked)]
+            got = [_parts(llm.generate(p, a, draft_tokens=k, drafter=drafter)[0]) for p, a in zip(prompts, requests)]
             wrong = [(i, name) for i in range(len(prompts)) for name in plain[i] if plain[i][name] != got[i][name]]
             detail = f"prompt {wrong[0][0] + 1}: {wrong[0][1]} differ" if wrong else f"{len(prompts)} answers identical"
             yield ProofResult("whole answers", case, not wrong, detail)

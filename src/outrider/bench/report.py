@@ -55,9 +55,10 @@ def summarise(cells: Sequence[Cell]) -> list[Row]:
             chosen = [c for c in here if category in (ALL, c.category)]
             plain = _medians([c for c in chosen if c.contestant == PLAIN])
             for name in names:
-                mine = [c for c in chosen if c.contestant == name]
-                if found := _medians(mine):
-                    rows.append(_row(category, mine, found, plain))
+                own_cells = [c for c in chosen if c.contestant == name]
+                medians = _medians(own_cells)
+                if medians:
+                    rows.append(_row(category, own_cells, medians, plain))
     return rows
 
 
@@ -81,7 +82,7 @@ def _medians(cells: Sequence[Cell]) -> dict[str, _Median]:
 
 
 def _row(category: str, cells: Sequence[Cell], found: Mapping[str, _Median], plain: Mapping[str, _Median]) -> Row:
-    """Of one contestant's cells at one temperature and batch. found, plain: its medians, and plain decoding's."""
+    """A row for one contestant at one temperature and batch. found, plain: its medians and plain decoding's."""
     seconds = sum(m.seconds for m in found.values())
     tokens = sum(m.tokens for m in found.values())
     both = [g for g in found if g in plain]
@@ -132,14 +133,17 @@ COLUMNS = {
 }
 
 
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
 def texts(row: Row) -> tuple[str, ...]:
     """A text for each of `COLUMNS`."""
-    share = lambda v: "–" if v is None else f"{100 * v:.0f} %"  # noqa: E731
     gain = "–" if row.speedup is None else f"{row.speedup:.2f}x"
     between = "–" if row.speedup is None else f"{row.low:.2f}–{row.high:.2f}"
     cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
     speed = (f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, between, f"{row.ttft_ms:.0f}")
-    return row.contestant, *speed, cycle, share(row.acceptance), share(row.identical)
+    return row.contestant, *speed, cycle, percent(row.acceptance), percent(row.identical)
 
 
 def by_setting(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:

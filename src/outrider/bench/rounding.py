@@ -56,8 +56,8 @@ class AsOnGpu(ReferenceOps):
 
 def measure(model: str, quantize: str | None, kv_dtype: str = "auto", gpu: bool = False) -> Rounding:
     """On the package's sample text. gpu: rounded as there, instead of as the CPU kernels do."""
-    held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
-    rounded, ids = forced(model, held, quantize, kv_dtype)
+    backend = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
+    rounded, ids = forced(model, backend, quantize, kv_dtype)
     logits, _ = forced(model, ops_module.choose("cpu", "reference"), None)
     targets = ids[1:, None]
     perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]

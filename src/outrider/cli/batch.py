@@ -65,14 +65,14 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
 
         batch = BatchFile(asked.requests, asked.out, settings.model_name, asked.seed, tell)
         if asked.ray:
-            given = {"model": chosen, "name": settings.model_name, "max_concurrent": asked.max_concurrent}
+            options = {"model": chosen, "name": settings.model_name, "max_concurrent": asked.max_concurrent}
             with common.needs("--ray needs", "ray"):
                 from ..cluster.batch import whole
-            progress = whole(given | load.options(), asked.replicas, batch, common.note)
+            progress = whole(options | load.options(), asked.replicas, batch, common.note)
         else:
             progress = answer_file(Server.offline(ServedModel.of(llm), settings), batch)
     took = time.monotonic() - began
     answered = progress.done - progress.resumed - progress.failed
-    kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
+    resumed = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     counts = f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s"
-    err.print(f"{counts}{kept}: {asked.out}")
+    err.print(f"{counts}{resumed}: {asked.out}")

@@ -122,15 +122,15 @@ def _modes(drafters: Sequence[str], ks: Sequence[str], trees: Sequence[str]) -> 
 
     last = [Path(drafter).name for drafter in drafters]
     lengths = dict.fromkeys(map(parse_draft_tokens, ks))
-    found = [DraftMode(PLAIN, drafters[0], 0)] if 0 in lengths else []
+    draft_modes = [DraftMode(PLAIN, drafters[0], 0)] if 0 in lengths else []
     for drafter, k, tree in product(drafters, (k for k in lengths if k != 0), trees):
         short = Path(drafter).name
         name = f"{short if last.count(short) == 1 else drafter}/{'auto' if k is None else f'K={k}'}"
         if len(trees) == 1:  # it is loaded so
-            found.append(DraftMode(name, drafter, k))
+            draft_modes.append(DraftMode(name, drafter, k))
         else:
-            found.append(DraftMode(f"{name} tree={tree}", drafter, k, parse_tree(tree)))
-    return found
+            draft_modes.append(DraftMode(f"{name} tree={tree}", drafter, k, parse_tree(tree)))
+    return draft_modes
 
 
 def _contestants(
@@ -139,17 +139,17 @@ def _contestants(
     from ..bench import harness
     from ..bench.peers import build
 
-    found: list[Contestant] = []
+    entries: list[Contestant] = []
     # the same prompt is repeated: a prefix cache would hide its cost
     engine = replace(load.engine, max_batch=batch, prefix_cache=False)
     for drafter in dict.fromkeys(mode.drafter for mode in modes):
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
-        found += [harness.Ours(mode, llm) for mode in modes if mode.drafter == drafter]
+        entries += [harness.Ours(mode, llm) for mode in modes if mode.drafter == drafter]
     if peers:
         from ..weights import hub
 
-        found += [build(name, llm, Path(hub.resolve(model).path), load) for name in peers]
-    return found
+        entries += [build(name, llm, Path(hub.resolve(model).path), load) for name in peers]
+    return entries
 
 
 def _machine(load: LoadSettings) -> str:

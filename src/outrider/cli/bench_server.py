@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,14 +100,21 @@ def server(target: str, drafter: str, most: int, key: str | None) -> Iterator[st
         signal.signal(signal.SIGTERM, before)
 
 
+def short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def median_and_95th(seconds: Mapping[str, float]) -> str:
+    """Both, in milliseconds."""
+    return f"{short(1e3 * seconds['p50'])}/{short(1e3 * seconds['p95'])}"
+
+
 def table(rows: list[Summary]) -> Table:
-    short = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.1f}"  # noqa: E731
-    two = lambda d: f"{short(1e3 * d['p50'])}/{short(1e3 * d['p95'])}"  # noqa: E731
     cells = []
     for r in rows:
         cycle = f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–"
         speed = [short(r[key]) for key in ("tokens_per_s", "stream_tokens_per_s")]
-        times = [two(r[key]) for key in ("ttft_s", "token_s", "wait_s")]
+        times = [median_and_95th(r[key]) for key in ("ttft_s", "token_s", "wait_s")]
         cells.append((str(r["concurrency"]), str(r["draft_tokens"]), *speed, *times, cycle, str(r["errors"])))
     heads = ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors")
     caption = "Milliseconds are median/95th percentile; more in --json"
@@ -119,12 +126,12 @@ def draw(rows: list[Summary], file: Path) -> None:
     first = list[svg.Series]()
     per_token = list[svg.Series]()
     for drafts in dict.fromkeys(r["draft_tokens"] for r in rows):
-        mine = [r for r in rows if r["draft_tokens"] == drafts]
+        matching = [r for r in rows if r["draft_tokens"] == drafts]
         name = "plain" if drafts == 0 else "speculative"
-        throughput.append((name, [(r["concurrency"], r["tokens_per_s"]) for r in mine]))
+        throughput.append((name, [(r["concurrency"], r["tokens_per_s"]) for r in matching]))
         for series, key in ((first, "ttft_s"), (per_token, "token_s")):
             for part, label in (("p50", "median"), ("p95", "95th")):
-                series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in mine]))
+                series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in matching]))
     titled = {"Throughput, tokens/s": throughput, "First token, ms": first, "Per token, ms": per_token}
     charts = [svg.lines(title, "streams at once", "", series) for title, series in titled.items()]
     with bad_input(OSError, lambda error: f"can't write {file}: {error}"):

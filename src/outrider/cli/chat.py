@@ -78,15 +78,17 @@ def chat(asked: ChatOptions, load: LoadSettings) -> None:
     message, and so is what stands between three quotes. From a pipe every line is a message.
     """
     named = ("temperature", "top_p", "top_k")
-    given = {name: getattr(asked, name) for name in named if getattr(asked, name) is not None}
+    chosen = {name: getattr(asked, name) for name in named if getattr(asked, name) is not None}
     # refused before the model is loaded
-    common.sampling(**{"max_tokens": asked.max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": asked.seed, **given})
+    common.sampling(
+        **{"max_tokens": asked.max_tokens, "temperature": DEFAULT_TEMPERATURE, "seed": asked.seed, **chosen}
+    )
     earlier = last_conversation() if asked.resume else None
     model = asked.model or (earlier.model if earlier is not None else None) or "smollm2"
     load = common.with_adapters(load, asked.adapter)
     llm = common.load_llm(model, load)
     llm.adapter = next(iter(load.adapters), None)
-    params = llm.sampling(max_tokens=asked.max_tokens, seed=asked.seed, **given)
+    params = llm.sampling(max_tokens=asked.max_tokens, seed=asked.seed, **chosen)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
     note(HELP)
@@ -149,10 +151,10 @@ class Conversation:
 
     def resume(self, messages: list[dict[str, Any]]) -> None:
         """Goes on after these messages; a system message given now takes the place of theirs."""
-        own = [message for message in self.messages if message["role"] == "system"]
-        if own:
+        system = [message for message in self.messages if message["role"] == "system"]
+        if system:
             messages = [message for message in messages if message["role"] != "system"]
-        self.messages = own + messages
+        self.messages = system + messages
         said = [message for message in self.messages if message["role"] == "user"]
         last = said[-1]["content"] if said else ""
         text = last if isinstance(last, str) else " ".join(part.get("text", "") for part in last).strip()
@@ -231,10 +233,10 @@ class Conversation:
 
     def retry(self) -> None:
         """Sends the last message again with another seed; at temperature 0 the answer stays the same."""
-        asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        require(bool(asked), "/retry: nothing was asked yet")
+        questions = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        require(bool(questions), "/retry: nothing was asked yet")
         self.params = replace(self.params, seed=self.params.seed + 1)
-        self.answer(self.messages[asked[-1]]["content"], self.messages[: asked[-1]])
+        self.answer(self.messages[questions[-1]]["content"], self.messages[: questions[-1]])
 
     def answer(self, content: str | list[dict[str, str]], before: Sequence[dict[str, Any]] | None = None) -> None:
         """content: a text, or the parts of an earlier message; before: the messages before it, if not all. A message

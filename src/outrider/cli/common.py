@@ -95,13 +95,13 @@ def note_of(others: OtherLoad) -> None:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Collection[str], **style: Any) -> Table:
     """Columns are figures, right-aligned, but for those of `texts`, which may be wrapped."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left", **style)
+    columns = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left", **style)
     for head in heads:
         text = head in texts
-        made.add_column(head, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+        columns.add_column(head, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        columns.add_row(*row)
+    return columns
 
 
 def teller(quiet: bool) -> Callable[[str], None]:
@@ -153,19 +153,19 @@ def offering(
 ) -> Callable[[Command], Command]:
     """Gives a command more options; it gets the object made from them as that parameter. An annotation ends with the
     help of its option, or a typer option; fields without such a one are no options."""
-    told = (str, OptionInfo, ArgumentInfo)
-    offered = {name: typed(name, option) for name, option in named.items() if isinstance(option.help, told)}
+    described = (str, OptionInfo, ArgumentInfo)
+    offered = {name: typed(name, option) for name, option in named.items() if isinstance(option.help, described)}
 
     def around(command: Command) -> Command:
         @functools.wraps(command)
         def run(**given: object) -> None:
             with bad_input(OutriderError, lambda error: as_options(str(error), offered)):
-                made = make({name: given.pop(name, one.default) for name, one in offered.items()})
-            command(**{parameter: made, **given})
+                settings = make({name: given.pop(name, one.default) for name, one in offered.items()})
+            command(**{parameter: settings, **given})
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+        parameters = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
         # what typer reads
-        run.__signature__ = inspect.Signature([*own, *offered.values()])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*parameters, *offered.values()])  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return run
 
@@ -225,7 +225,7 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
 
 
 def origin_of(message: str, named: str | None, arguments: Sequence[str]) -> str:
-    """Where the user's file sets an option that an error is about: a clause for its end, or nothing."""
+    """A clause for the end of an error about an option that the user's file sets; empty for any other."""
     try:
         tables = user_file()
     except OutriderError:
@@ -278,9 +278,9 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
 
         llm = LLM.load(model, load, say=say)
     note_use(model, llm.drafter_note)
-    asked = load.engine.max_context
-    if asked is not None and asked > llm.config.max_context:
-        say(f"context: {llm.engine.max_context} tokens (--max-context {asked} is more than this model knows)")
+    max_context = load.engine.max_context
+    if max_context is not None and max_context > llm.config.max_context:
+        say(f"context: {llm.engine.max_context} tokens (--max-context {max_context} is more than this model knows)")
     return llm
 
 
@@ -315,9 +315,9 @@ def parts(text: str) -> tuple[str, ...]:
 
 def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
     with bad_input(ValueError, lambda _: f"{option} must be numbers separated by commas, got {text!r}"):
-        found = tuple(kind(part) for part in parts(text))
-    require(bool(found), f"{option} is empty: give for instance 1,4")
-    return found
+        values = tuple(kind(part) for part in parts(text))
+    require(bool(values), f"{option} is empty: give for instance 1,4")
+    return values
 
 
 def stats_line(stats: RequestStats, finish: str) -> str:

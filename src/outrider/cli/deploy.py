@@ -46,8 +46,8 @@ def deploy(asked: DeployOptions) -> None:
         field, equals, value = word.partition("=")
         require(bool(equals), f"--set needs FIELD=VALUE, got {word!r}")
         args[field] = value
-    given = {field: getattr(asked, field) for field in ("replicas", "name", "host", "port")}
-    config = ClusterConfig.from_args(args | {field: value for field, value in given.items() if value is not None})
+    options = {field: getattr(asked, field) for field in ("replicas", "name", "host", "port")}
+    config = ClusterConfig.from_args(args | {field: value for field, value in options.items() if value is not None})
     if asked.check:
         print(yaml.safe_dump({"model": config.model, **config.fields()}, sort_keys=False), end="")
         return

@@ -44,7 +44,7 @@ def doctor(
     build: Annotated[bool, typer.Option(help="Compile the CPU kernels if that was not done yet.")] = True,
     kernels: Annotated[bool, typer.Option("--kernels", help="List which kernel serves which operation here.")] = False,
 ) -> None:
-    """What is installed, which kernels and GPU will be used, and what would make this machine faster.
+    """Print what is installed, which kernels and GPU will be used, and what would make this machine faster.
 
     Exit code 1 when something is missing without which nothing runs well.
     """

@@ -39,9 +39,9 @@ def train(
 
         common.check_folder("--out", asked.out)
         config = replace(asked, device=str(place(load.device)), command=common.command_line()).validated()
-        given = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
+        on_command_line = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
         chosen = Recipe("") if recipe is None else read_recipe(recipe)
-        result = train_recipe(config, chosen, progress.say, progress, frozenset(given))
+        result = train_recipe(config, chosen, progress.say, progress, frozenset(on_command_line))
     if as_json:
         out.print_json(data={"drafter": str(asked.out / "drafter"), **result})
     elif "full" in result:

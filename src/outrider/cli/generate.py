@@ -90,9 +90,9 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     llm.adapter = next(iter(load.adapters), None)
     if asked.prompts is not None:
         for number, one in enumerate(listed, 1):
-            kept = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}
+            extra = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}
             try:
-                print(json.dumps({**kept, **_one_row(llm, one, params, asked.raw, asked.compare)}), flush=True)
+                print(json.dumps({**extra, **_one_row(llm, one, params, asked.raw, asked.compare)}), flush=True)
             except OutriderError as error:
                 raise OutriderError(f"{asked.prompts}, prompt {number}: {error}") from None
         return

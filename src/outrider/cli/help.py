@@ -83,9 +83,9 @@ def panels(command: TyperCommand) -> Iterator[tuple[str, list[Any]]]:
     """The command's options by panel; those of no panel come first."""
     options = {option.name: option for option in shown(command, "option")}
     placed = {name for names in PANELS.values() for name in names}
-    own = [option for name, option in options.items() if name not in placed]
-    if own:
-        yield "Options", own
+    unplaced = [option for name, option in options.items() if name not in placed]
+    if unplaced:
+        yield "Options", unplaced
     for title, names in PANELS.items():
         chosen = [options[name] for name in names if name in options]
         if chosen:

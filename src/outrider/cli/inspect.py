@@ -143,7 +143,7 @@ def owner(row: ForeignDict) -> str:
 
 
 def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
-    """What is known of a model, line by line: a title and a text."""
+    """The facts of a model, line by line: a title and a text."""
     parts = [f"{k.replace('_', ' ')} {amount(n)}" for k, n in data["parameters_by_part"].items() if n >= 1e5]
     yield "parameters", amount(data["parameters"]) + (f"  ({', '.join(parts)})" if parts else "")
     read = f"{amount(data['active_parameters'])} parameters, {in_bytes(data['bytes_per_token'])}"
@@ -215,5 +215,5 @@ def kv_line(data: ForeignDict) -> str:
     if later == first or window >= data["max_context"]:
         return f"{in_bytes(first)} a token, {whole}"
     growing = f"{in_bytes(later)} a token in full layers" if later else "no more"
-    kept = f"sliding layers keep the last {window:,} tokens: {in_bytes(window * (first - later))}"
-    return f"{growing}; {kept}; {whole}"
+    window_note = f"sliding layers keep the last {window:,} tokens: {in_bytes(window * (first - later))}"
+    return f"{growing}; {window_note}; {whole}"

@@ -138,32 +138,32 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
     """
     agent = asked.agent
     model = asked.model
-    given = asked.arguments or []
+    words = asked.arguments or []
     require(agent in INSTALL, f"unknown agent {agent!r}; known: {', '.join(INSTALL)}")
     behind = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    if model is not None and behind == [model, *given]:  # `launch codex -- exec`: no MODEL
-        given = behind
+    if model is not None and behind == [model, *words]:  # `launch codex -- exec`: no MODEL
+        words = behind
         model = None
     program = shutil.which(agent)
     require(asked.show or program is not None, f"{agent} is not on the PATH: {INSTALL[agent]}")
-    found = find(asked.url, model, asked.api_key)
-    told = f"no server at {asked.url or URL}: name a MODEL to start one, or give its address with --url"
-    require(found is not None or model is not None, told)
+    endpoint = find(asked.url, model, asked.api_key)
+    missing_server = f"no server at {asked.url or URL}: name a MODEL to start one, or give its address with --url"
+    require(endpoint is not None or model is not None, missing_server)
     recorded = cache_path("launch", f"{agent}.json")
-    command = [] if found is not None else server_command(str(model), load, recorded)
+    command = [] if endpoint is not None else server_command(str(model), load, recorded)
     if asked.show:
         if command:
             out.print(shlex.join(command))
         context = load.engine.max_context or 0
-        at = found or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), context, asked.api_key)
+        at = endpoint or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), context, asked.api_key)
         variables, arguments = settings(agent, at)
         for name, value in variables.items():
             out.print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
-        out.print(shlex.join([agent, *arguments, *given]))
+        out.print(shlex.join([agent, *arguments, *words]))
         return
-    with nullcontext(found) if found is not None else serving(command, str(model), asked.api_key) as at:
+    with nullcontext(endpoint) if endpoint is not None else serving(command, str(model), asked.api_key) as at:
         threading.Thread(target=warm, args=(at, recorded), daemon=True).start()
-        raise typer.Exit(run_agent(str(program), agent, at, given))
+        raise typer.Exit(run_agent(str(program), agent, at, words))
 
 
 def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
@@ -194,9 +194,9 @@ def ask(url: str, key: str, body: object = None, timeout: float = 5.0) -> Any:
 
 
 def server_command(model: str, load: LoadSettings, recorded: Path) -> list[str]:
-    given = {name: value for name, value in load.options().items() if value != OPTIONS[name].default}
-    folder = given.pop("prefix_store", None) or str(cache_path("prefixes"))
-    each = [(name, one) for name, value in given.items() for one in (value if isinstance(value, tuple) else (value,))]
+    changed = {name: value for name, value in load.options().items() if value != OPTIONS[name].default}
+    folder = changed.pop("prefix_store", None) or str(cache_path("prefixes"))
+    each = [(name, one) for name, value in changed.items() for one in (value if isinstance(value, tuple) else (value,))]
     options = [word for name, value in each for word in (f"--{name.replace('_', '-')}", str(value))]
     store = [] if folder == "off" else ["--prefix-store", str(folder)]
     command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *store]
@@ -241,14 +241,14 @@ def warm(at: Endpoint, recorded: Path) -> None:
     """Prefills the agent's recorded system prompt while the agent starts. If the agent's first request comes earlier,
     it continues from there."""
     with suppress(OSError, ValueError, KeyError):
-        kept: Mapping[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))
-        ask(at.url + kept["path"], at.key, {**kept["body"], "model": at.model}, timeout=3600.0)
+        recorded_prompt: Mapping[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))
+        ask(at.url + recorded_prompt["path"], at.key, {**recorded_prompt["body"], "model": at.model}, timeout=3600.0)
 
 
 def run_agent(program: str, agent: str, at: Endpoint, given: list[str]) -> int:
     variables, arguments = settings(agent, at)
-    kept = {name: value for name, value in os.environ.items() if name not in variables}
-    env = {**kept, **{name: value for name, value in variables.items() if value is not None}}
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    env = {**environment, **{name: value for name, value in variables.items() if value is not None}}
     child = subprocess.Popen([program, *arguments, *given], env=env)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
     try:

@@ -35,7 +35,7 @@ MOVED = {
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands; each is a function in a module of the same name, except `FUNCTIONS`."""
-    made = typer.Typer(
+    shell = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Lossless speculative decoding: the same answers, faster.",
@@ -45,9 +45,9 @@ def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
         plain = name.replace("-", "_")
         module, _, function = FUNCTIONS.get(name, f"{plain}.{plain}").partition(".")
         command = getattr(importlib.import_module(f".{module}", __package__), function)
-        made.command(name, cls=HelpfulCommand)(command)
-    made.callback(invoke_without_command=True)(version)
-    return made
+        shell.command(name, cls=HelpfulCommand)(command)
+    shell.callback(invoke_without_command=True)(version)
+    return shell
 
 
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:

@@ -27,7 +27,7 @@ USEFUL_GAIN = 1.1  # a remedy is named from this much more context on
 
 @dataclass(frozen=True)
 class LoadedBytes:
-    """What is loaded before K/V takes the rest."""
+    """Bytes that are loaded before K/V takes the remaining memory."""
 
     weights: float
     drafter: float = 0.0
@@ -113,7 +113,7 @@ def remedies(settings: LoadSettings, plan_for: Planner, has_media: bool) -> list
     """Options that make a model fit; if it fits already, those that leave notably more context. Each leaves more than
     the one before it. plan_for raises OutriderError for settings that this model cannot have."""
     best = plan_for(settings).context
-    found: list[Remedy] = []
+    fitting: list[Remedy] = []
     for options, changed in changes(settings, has_media):
         plan = None
         with suppress(OutriderError):
@@ -121,11 +121,11 @@ def remedies(settings: LoadSettings, plan_for: Planner, has_media: bool) -> list
         more_cards = changed.tensor_parallel > settings.tensor_parallel
         if plan is None or (plan.context < max(1, USEFUL_GAIN * best) and not (more_cards and plan.fits)):
             continue
-        found.append(Remedy(options, plan.context))
+        fitting.append(Remedy(options, plan.context))
         best = max(best, plan.context)
-        if more_cards or len(found) == NUM_REMEDIES:
+        if more_cards or len(fitting) == NUM_REMEDIES:
             break
-    return found
+    return fitting
 
 
 def changes(settings: LoadSettings, has_media: bool) -> Iterator[tuple[str, LoadSettings]]:

@@ -72,7 +72,7 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
         adapted = f" with adapter {llm.adapter}" if llm.adapter is not None else ""
         title = f"{asked.model}{adapted} · {llm.drafter_note}"
         checks = {f.check: [one.passed for one in findings if one.check == f.check] for f in findings}
-        rows = [(check, COMPARED[check], f"{sum(held)} of {len(held)}") for check, held in checks.items()]
+        rows = [(check, COMPARED[check], f"{sum(results)} of {len(results)}") for check, results in checks.items()]
         out.print(common.table(heads, rows, heads, title=title))
         out.print("lossless" if passed else "not lossless: see above", style="bold green" if passed else "bold red")
     raise typer.Exit(0 if passed else 1)

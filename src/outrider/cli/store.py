@@ -108,8 +108,8 @@ def remove(name: common.Model) -> None:
 
 
 def show(name: common.Model, as_json: common.AsJson = False) -> None:
-    """Where a model lies, how large it is, and which drafter and projector belong to it. `outrider inspect` says
-    more of its layers."""
+    """Show a model's place and size, and the drafter and projector that belong to it. `outrider inspect` says more of
+    its layers."""
     from ..weights import hub, repos
     from ..weights.files import model_config
 

@@ -33,7 +33,7 @@ class WordWrap:
             self.write("".join(written))
 
     def placed(self, char: str, width: int) -> str:
-        """What to write for the next character."""
+        """The text to write for the next character."""
         if char == "\n":
             if self.line.lstrip().startswith(FENCE):
                 self.in_code = not self.in_code

@@ -39,7 +39,7 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """What to do with the drafter."""
+        """Advice: use the drafter, train on, or do not use it."""
         if self.speedup >= USEFUL:
             return "use it"
         if self.speedup > WORTHLESS:
