@@ -84,7 +84,7 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
     whole = f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}"
     require(is_a(most, int) and most >= 1, whole)
     name = row.get("id", f"spec_bench/{row['question_id']}" if "question_id" in row else number)
-    return Prompt(str(name), str(row.get("category", "all")), text, most, row)
+    return Prompt(str(name), str(row.get("category", "all")), text=text, max_tokens=most, row=row)
 
 
 def mend_end(path: Path) -> None:

@@ -68,7 +68,9 @@ class Ours:
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
-            requests += llm.requests(llm.encode_chat(prompt.text), params, mode.k, mode.k != 0, mode.tree)
+            requests += llm.requests(
+                llm.encode_chat(prompt.text), params, draft_tokens=mode.k, drafter=mode.k != 0, tree=mode.tree
+            )
         tokens: dict[str, list[int]] = {r.id: [] for r in requests}
         ended: dict[str, RequestStats] = {}
         prefill = llm.engine.metrics.prefill_seconds
@@ -198,7 +200,7 @@ def run(
                     continue
                 if contestant.name not in warm:
                     warm.add(contestant.name)
-                    short = Prompt("warm-up", "warm-up", group[0].text[:200], 16)
+                    short = Prompt("warm-up", "warm-up", text=group[0].text[:200], max_tokens=16)
                     contestant.answer([short], temperature, settings["seed"])
                 timed = contestant.answer(group, temperature, settings["seed"])
                 cell = Cell.of(key, group[0].category, *timed)

@@ -47,7 +47,7 @@ def here(weight_bytes: float) -> Hardware:
     one = _best(lambda: products(1))
     many = _best(lambda: products(ROWS))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return fitted(one, many, ROWS, MATRICES * SIDE[0] * SIDE[1], weight_bytes, memory)
+    return fitted(one, many, rows=ROWS, weights=MATRICES * SIDE[0] * SIDE[1], weight_bytes=weight_bytes, memory=memory)
 
 
 def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float, memory: float) -> Hardware:

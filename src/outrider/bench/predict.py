@@ -245,7 +245,11 @@ def sweep(setup: Setup, accept: Acceptance) -> list[Point]:
     for k in range(MAX_DRAFT + 1):
         seconds = draft_seconds(setup, k) + verify_seconds(setup, k)
         tokens = accept.tokens(k)
-        out.append(Point(k, 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds))
+        out.append(
+            Point(
+                k, 1e3 * seconds, tokens=tokens, ms_per_token=1e3 * seconds / tokens, speedup=plain * tokens / seconds
+            )
+        )
     return out
 
 

@@ -66,16 +66,20 @@ def row_invariance(llm: LLM, prompts: Tokens) -> Iterator[ProofResult]:
         params = SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True)
         answer = llm.generate(prompt, params, drafter=False)[0].token_ids
         tokens = prompt + answer
-        alone = block_logits(llm, [tokens], [len(prompt)], 1)[0]  # [17, V]
+        alone = block_logits(llm, [tokens], starts=[len(prompt)], width=1)[0]  # [17, V]
         others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
-        blocks = [block_logits(llm, [tokens], [len(prompt)], width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)]
+        blocks = [
+            block_logits(llm, [tokens], starts=[len(prompt)], width=width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)
+        ]
         if llm.engine.max_batch >= BATCH:
             batch = [tokens, *(o + answer for o in others)]
             starts = [len(prompt), *map(len, others)]
-            blocks.append(block_logits(llm, batch, starts, MAX_DRAFT + 1)[0])
+            blocks.append(block_logits(llm, batch, starts=starts, width=MAX_DRAFT + 1)[0])
         worst = max(0.0 if torch.equal(alone, z) else max(float((alone - z).abs().max()), 1e-45) for z in blocks)
         detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
-        yield ProofResult("row invariance", f"prompt {i + 1}, {len(blocks)} layouts", worst == 0.0, detail)
+        yield ProofResult(
+            "row invariance", f"prompt {i + 1}, {len(blocks)} layouts", passed=worst == 0.0, detail=detail
+        )
 
 
 @torch.inference_mode()
@@ -129,10 +133,14 @@ def identity(
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
-            gap = _logprob_gap(llm, prompts[i], want, got, at, params)
+            gap = _logprob_gap(llm, prompts[i], want=want, got=got, at=at, params=params)
             texts = f"{want[at : at + 1]} against {got[at : at + 1]}, logprob gap {gap:.3g}"
-            return ProofResult("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}")
-    return ProofResult("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
+            return ProofResult(
+                "identity", case, passed=False, detail=f"prompt {i + 1} differs first at token {at + 1}: {texts}"
+            )
+    return ProofResult(
+        "identity", case, passed=True, detail=f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical"
+    )
 
 
 def sampled(params: SamplingParams) -> str:
@@ -167,7 +175,7 @@ def answers(llm: LLM, prompts: Tokens, params: SamplingParams, ks: Sequence[int]
             got = [_parts(llm.generate(p, a, draft_tokens=k, drafter=drafter)[0]) for p, a in zip(prompts, requests)]
             wrong = [(i, name) for i in range(len(prompts)) for name in plain[i] if plain[i][name] != got[i][name]]
             detail = f"prompt {wrong[0][0] + 1}: {wrong[0][1]} differ" if wrong else f"{len(prompts)} answers identical"
-            yield ProofResult("whole answers", case, not wrong, detail)
+            yield ProofResult("whole answers", case, passed=not wrong, detail=detail)
 
 
 def _parts(answer: Completion) -> dict[str, object]:

@@ -58,7 +58,7 @@ def summarise(cells: Sequence[Cell]) -> list[Row]:
                 own_cells = [c for c in chosen if c.contestant == name]
                 medians = _medians(own_cells)
                 if medians:
-                    rows.append(_row(category, own_cells, medians, plain))
+                    rows.append(_row(category, own_cells, found=medians, plain=plain))
     return rows
 
 
@@ -93,19 +93,19 @@ def _row(category: str, cells: Sequence[Cell], found: Mapping[str, _Median], pla
     return Row(
         cells[0].contestant,
         category,
-        cells[0].temperature,
-        cells[0].batch,
-        len(found),
-        1e3 * seconds / tokens,
-        tokens / seconds,
-        speedup,
-        low,
-        high,
-        1e3 * median(c.ttft_s for c in cells),
-        (accepted + cycles) / cycles if cycles else None,
-        accepted / drafted if drafted else None,
-        tuple(r / t for r, t in zip(right, tried, strict=True) if t),
-        sum(digests[g] == plain[g].digest for g in both) / len(both) if both else None,
+        temperature=cells[0].temperature,
+        batch=cells[0].batch,
+        prompts=len(found),
+        ms_per_token=1e3 * seconds / tokens,
+        tokens_per_second=tokens / seconds,
+        speedup=speedup,
+        low=low,
+        high=high,
+        ttft_ms=1e3 * median(c.ttft_s for c in cells),
+        tokens_per_cycle=(accepted + cycles) / cycles if cycles else None,
+        acceptance=accepted / drafted if drafted else None,
+        by_position=tuple(r / t for r, t in zip(right, tried, strict=True) if t),
+        identical=sum(digests[g] == plain[g].digest for g in both) / len(both) if both else None,
     )
 
 
@@ -159,7 +159,7 @@ def html(settings: Mapping[str, object], rows: Sequence[Row], command: str) -> s
         drafted = [r for r in here if r.category == ALL and r.by_position]
         curves = [(r.contestant, list(enumerate(r.by_position, 1))) for r in drafted]
         about = "acceptance by position, of the tokens drafted there"
-        chart = svg.lines(about, "position", "", curves) if curves else ""
+        chart = svg.lines(about, "position", y_label="", series=curves) if curves else ""
         sections.append((title, chart, [(r, dict(zip(COLUMNS, texts(r)))) for r in here]))
     fastest = max((r.speedup or 0.0 for r in rows), default=1.0)
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

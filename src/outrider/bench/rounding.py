@@ -57,25 +57,30 @@ class AsOnGpu(ReferenceOps):
 def measure(model: str, quantize: str | None, kv_dtype: str = "auto", gpu: bool = False) -> Rounding:
     """On the package's sample text. gpu: rounded as there, instead of as the CPU kernels do."""
     backend = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
-    rounded, ids = forced(model, backend, quantize, kv_dtype)
+    rounded, ids = forced(model, backend, quantize=quantize, kv_dtype=kv_dtype)
     logits, _ = forced(model, ops_module.choose("cpu", "reference"), None)
     targets = ids[1:, None]
     perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]
     spread = logits - logits.mean(-1, keepdim=True)
     error = float((rounded - logits).norm() / spread.norm())
     same = float((rounded.argmax(-1) == logits.argmax(-1)).float().mean())
-    return Rounding(len(targets), perplexity[0], perplexity[1], error, same)
+    return Rounding(len(targets), perplexity[0], float32=perplexity[1], logit_error=error, same_best=same)
 
 
 def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
     """Logits [T - 1, V] that the text's tokens [T] were predicted with, in passes of 64 tokens."""
-    config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize=quantize)
+    config, weights, files = load_target(model, "cpu", dtype=torch.float32, ops=ops, quantize=quantize)
     text = resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
     ids = torch.tensor(Tokenizer(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     require(len(ids) >= 2, "a context of at least two tokens is needed to measure perplexity")
     runner = ops.compile(TextModel(config, weights, ops))
     rows = len(ids) - 1
-    store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
+    store = KVStore(
+        config,
+        CacheSpec(1, rows, page_size=32, chunk=64, tokens=rows + 64),
+        dtype=ops.kv_dtype(torch.float32, kv_dtype),
+        device="cpu",
+    )
     seq, _ = store.open()
     slot = torch.tensor([seq.slot])
     out = []

@@ -63,7 +63,7 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
             failed = f", {p.failed} failed" if p.failed else ""
             shown("answering", p.done, p.total, f"{speed:.0f} tokens/s{failed}")
 
-        batch = BatchFile(asked.requests, asked.out, settings.model_name, asked.seed, tell)
+        batch = BatchFile(asked.requests, asked.out, model=settings.model_name, seed=asked.seed, tell=tell)
         if asked.ray:
             options = {"model": chosen, "name": settings.model_name, "max_concurrent": asked.max_concurrent}
             with common.needs("--ray needs", "ray"):

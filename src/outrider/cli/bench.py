@@ -72,7 +72,9 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
     for option, least in (("--limit", asked.limit), ("--max-tokens", asked.max_tokens)):
         require(least is None or least >= 1, f"{option} must be at least 1, got {least}")
-    prompts = workloads.load_suite(asked.suite, asked.data, asked.limit, common.parts(asked.categories))
+    prompts = workloads.load_suite(
+        asked.suite, asked.data, limit=asked.limit, categories=common.parts(asked.categories)
+    )
     if asked.max_tokens is not None:
         prompts = [replace(p, max_tokens=min(p.max_tokens, asked.max_tokens)) for p in prompts]
     settings = {name: getattr(asked, name) for name in ("model", "suite", "repeats", "seed", "max_tokens")}
@@ -82,7 +84,7 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     store = harness.Store(asked.out, settings, asked.resume)
     count = harness.total(settings, prompts)
     if len(store.done) < count:
-        contestants = _contestants(asked.model, modes, peers, max(batches), load)
+        contestants = _contestants(asked.model, modes, peers=peers, batch=max(batches), load=load)
         with StageProgress() as progress:
             for done, cell in enumerate(harness.run(contestants, prompts, settings, store), 1):
                 if cell is not None:
@@ -129,7 +131,7 @@ def _modes(drafters: Sequence[str], ks: Sequence[str], trees: Sequence[str]) -> 
         if len(trees) == 1:  # it is loaded so
             draft_modes.append(DraftMode(name, drafter, k))
         else:
-            draft_modes.append(DraftMode(f"{name} tree={tree}", drafter, k, parse_tree(tree)))
+            draft_modes.append(DraftMode(f"{name} tree={tree}", drafter, k=k, tree=parse_tree(tree)))
     return draft_modes
 
 

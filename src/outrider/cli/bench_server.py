@@ -64,7 +64,7 @@ def bench_server(asked: LoadTestOptions) -> None:
     if asked.plot is not None:
         check_file("--plot", asked.plot, ".svg")
     rows: list[Summary] = []
-    with server(asked.target, asked.drafter, max(levels), asked.api_key) as url:
+    with server(asked.target, asked.drafter, most=max(levels), key=asked.api_key) as url:
         for level in levels:
             for drafts in ("auto", 0) if asked.compare else ("auto",):
                 measured = run(
@@ -133,6 +133,6 @@ def draw(rows: list[Summary], file: Path) -> None:
             for part, label in (("p50", "median"), ("p95", "95th")):
                 series.append((f"{name}, {label}", [(r["concurrency"], 1e3 * r[key][part]) for r in matching]))
     titled = {"Throughput, tokens/s": throughput, "First token, ms": first, "Per token, ms": per_token}
-    charts = [svg.lines(title, "streams at once", "", series) for title, series in titled.items()]
+    charts = [svg.lines(title, "streams at once", y_label="", series=series) for title, series in titled.items()]
     with bad_input(OSError, lambda error: f"can't write {file}: {error}"):
         file.write_text(svg.stacked(charts), encoding="utf-8")

@@ -53,4 +53,4 @@ def deploy(asked: DeployOptions) -> None:
         return
     with needs("deploying needs", "ray"):
         from ..cluster import run
-    run.up(config, asked.address, note, err.print)
+    run.up(config, asked.address, note=note, say=err.print)

@@ -96,7 +96,11 @@ def _python() -> Iterator[Diagnosis]:
     yield Diagnosis("ok", "outrider", f"{__version__} in {Path(__file__).resolve().parents[1]}")
     yield Diagnosis("ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})")
     torch = _version("torch")
-    yield Diagnosis("ok", "torch", torch) if torch else Diagnosis("bad", "torch", "missing", "pip install torch")
+    yield (
+        Diagnosis("ok", "torch", torch)
+        if torch
+        else Diagnosis("bad", "torch", found="missing", advice="pip install torch")
+    )
 
 
 def _extras() -> Iterator[Diagnosis]:
@@ -104,7 +108,7 @@ def _extras() -> Iterator[Diagnosis]:
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         if missing:
             without = f"without {', '.join(missing)}"
-            yield Diagnosis("note", f"extra {extra}", without, f"pip install 'outrider[{extra}]'")
+            yield Diagnosis("note", f"extra {extra}", found=without, advice=f"pip install 'outrider[{extra}]'")
         else:
             yield Diagnosis("ok", f"extra {extra}", ", ".join(f"{m} {_version(m) or ''}".strip() for m in modules))
 
@@ -116,7 +120,7 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     cores = len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
     about = f"{processor()}, {cores} cores for this process, kernels: {isa}"
-    yield Diagnosis("note" if isa in slow else "ok", "processor", about, slow.get(isa, ""))
+    yield Diagnosis("note" if isa in slow else "ok", "processor", found=about, advice=slow.get(isa, ""))
     for level in WHEEL_LEVELS.get(platform.machine(), ["generic"]):
         lacks = ", ".join(sorted(missing(level)))
         other = f"this machine lacks {lacks}" if lacks else f"--ops cpu:{level}"
@@ -124,7 +128,7 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
     load = os.getloadavg()[0]
     if load > cores / 2:
         advice = "other processes will slow decoding and spoil measured costs"
-        yield Diagnosis("note", "load", f"{load:.1f} on {cores} cores", advice)
+        yield Diagnosis("note", "load", found=f"{load:.1f} on {cores} cores", advice=advice)
     try:
         kernels = str(found(isa) or "")
         if not kernels:
@@ -133,7 +137,7 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
         yield Diagnosis("ok", "CPU kernels", kernels)
     except BuildError as error:
         advice = "apt-get install gcc, or set CC to a compiler that works; without one: --ops reference, slowly"
-        yield Diagnosis("bad", "CPU kernels", str(error), advice)
+        yield Diagnosis("bad", "CPU kernels", found=str(error), advice=advice)
 
 
 def _gpu() -> Iterator[Diagnosis]:
@@ -148,7 +152,7 @@ def _gpu() -> Iterator[Diagnosis]:
             about = "none (torch is built without CUDA)"
             mend = "an NVIDIA driver is here: install a CUDA build of torch"
         seen = shutil.which("nvidia-smi") is not None
-        yield Diagnosis("note" if seen else "ok", "GPU", about, mend if seen else "")
+        yield Diagnosis("note" if seen else "ok", "GPU", found=about, advice=mend if seen else "")
         return
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
@@ -156,9 +160,9 @@ def _gpu() -> Iterator[Diagnosis]:
         old = p.major < 8
         text = f"cuda:{i} {p.name}, compute {p.major}.{p.minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
         advice = "bf16 needs compute capability 8.0 or later" if old else ""
-        yield Diagnosis("note" if old else "ok", "GPU", text, advice)
+        yield Diagnosis("note" if old else "ok", "GPU", found=text, advice=advice)
     if importlib.util.find_spec("triton") is None:
-        yield Diagnosis("bad", "GPU kernels", "triton is missing", "pip install 'outrider[gpu]'")
+        yield Diagnosis("bad", "GPU kernels", found="triton is missing", advice="pip install 'outrider[gpu]'")
     else:
         yield Diagnosis("ok", "GPU kernels", f"triton {_version('triton')}, CUDA {torch.version.cuda}")
 
@@ -169,11 +173,13 @@ def _storage() -> Iterator[Diagnosis]:
     folder = cache_root()
     # try a real write: it finds a file in its place, a read-only mount, a full disk
     if not writable(folder):
-        yield Diagnosis("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
+        yield Diagnosis(
+            "bad", "cache", found=f"{folder} can't be written", advice="set OUTRIDER_CACHE to a folder that can"
+        )
     else:
         free = shutil.disk_usage(folder).free / 2**30
         low = "models need room: set OUTRIDER_CACHE and HF_HOME to a larger disk" if free < 5 else ""
-        yield Diagnosis("note" if low else "ok", "cache", f"{folder}, {free:.0f} GiB free", low)
+        yield Diagnosis("note" if low else "ok", "cache", found=f"{folder}, {free:.0f} GiB free", advice=low)
 
 
 def _version(module: str) -> str | None:

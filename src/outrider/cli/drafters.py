@@ -41,7 +41,7 @@ def train(
         config = replace(asked, device=str(place(load.device)), command=common.command_line()).validated()
         on_command_line = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
         chosen = Recipe("") if recipe is None else read_recipe(recipe)
-        result = train_recipe(config, chosen, progress.say, progress, frozenset(on_command_line))
+        result = train_recipe(config, chosen, say=progress.say, progress=progress, keep=frozenset(on_command_line))
     if as_json:
         out.print_json(data={"drafter": str(asked.out / "drafter"), **result})
     elif "full" in result:
@@ -81,7 +81,7 @@ def eval_drafter(
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     require(kind in ("float32", "bfloat16"), f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     asked = replace(asked, device=where, dtype=kind)
-    result = evaluate_drafter(model, drafter, asked, card, common.teller(as_json))
+    result = evaluate_drafter(model, drafter, config=asked, card=card, say=common.teller(as_json))
     if as_json:
         out.print_json(data=result)
         return

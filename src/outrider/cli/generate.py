@@ -92,18 +92,21 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
         for number, one in enumerate(listed, 1):
             extra = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}
             try:
-                print(json.dumps({**extra, **_one_row(llm, one, params, asked.raw, asked.compare)}), flush=True)
+                print(
+                    json.dumps({**extra, **_one_row(llm, one, params=params, raw=asked.raw, compare=asked.compare)}),
+                    flush=True,
+                )
             except OutriderError as error:
                 raise OutriderError(f"{asked.prompts}, prompt {number}: {error}") from None
         return
     assert prompt is not None
-    ids = llm.encode_chat(prompt, asked.raw, asked.image or (), asked.audio_files or ())
+    ids = llm.encode_chat(prompt, asked.raw, images=asked.image or (), audio=asked.audio_files or ())
     if asked.as_json:
         answers = [_answer(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare) for i in range(asked.n)]
         print(json.dumps(answers[0] if asked.n == 1 else answers, ensure_ascii=False))
         return
     for i in range(asked.n):
-        _print_one(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare)
+        _print_one(llm, ids, params=replace(params, n=1, seed=asked.seed + i), compare=asked.compare)
 
 
 def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> None:
@@ -121,9 +124,9 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) 
         if event.stats is not None:
             out.print()
             common.note(common.stats_line(event.stats, event.finish_reason or ""))
-            first = Completion(text, tokens, event.finish_reason or "", event.stats)
+            first = Completion(text, tokens, finish_reason=event.finish_reason or "", stats=event.stats)
     if compare:
-        result = _compared(llm, ids, params, first)
+        result = _compared(llm, ids, params=params, first=first)
         plain = result.plain
         common.note(f"plain: {common.stats_line(plain.stats, plain.finish_reason)}")
         speeds = f"{result.drafting.stats.decode_tps:.1f} against {plain.stats.decode_tps:.1f} tok/s"
@@ -144,7 +147,7 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, rou
     answer = llm.generate(ids, params)[0]
     if not compare:
         return common.completion_json(answer)
-    result = _compared(llm, ids, params, answer, rounds)
+    result = _compared(llm, ids, params=params, first=answer, rounds=rounds)
     return {
         **common.completion_json(result.drafting),
         "plain": common.completion_json(result.plain),

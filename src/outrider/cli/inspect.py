@@ -61,7 +61,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     files, config, stored = read(asked.model, quantize if on is not None and not on.is_cpu else None)
     # int8: each row of a head has a factor
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
-    weights = loaded_weights(config, stored, quantize, on if on is not None or quantize is None else CPU)
+    weights = loaded_weights(config, stored, quantize=quantize, on=on if on is not None or quantize is None else CPU)
     per_parameter = weights.token / model_size(config).active
     data = {"model": asked.model, **report(config, per_parameter, asked.context, weights.total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in stored.formats.items()}

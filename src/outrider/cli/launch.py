@@ -155,7 +155,7 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
         if command:
             out.print(shlex.join(command))
         context = load.engine.max_context or 0
-        at = endpoint or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), context, asked.api_key)
+        at = endpoint or Endpoint("http://127.0.0.1:PORT", public_name(str(model)), context=context, key=asked.api_key)
         variables, arguments = settings(agent, at)
         for name, value in variables.items():
             out.print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
@@ -163,7 +163,7 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
         return
     with nullcontext(endpoint) if endpoint is not None else serving(command, str(model), asked.api_key) as at:
         threading.Thread(target=warm, args=(at, recorded), daemon=True).start()
-        raise typer.Exit(run_agent(str(program), agent, at, words))
+        raise typer.Exit(run_agent(str(program), agent, at=at, given=words))
 
 
 def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
@@ -181,7 +181,7 @@ def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
             raise OutriderError(f"the server at {url} has {', '.join(names)}, not {wanted}")
         return None
     extra: dict[str, Any] = cards[names.index(wanted)].get("outrider") or {}
-    return Endpoint((url or URL).rstrip("/"), wanted, int(extra.get("max_context") or 0), key)
+    return Endpoint((url or URL).rstrip("/"), wanted, context=int(extra.get("max_context") or 0), key=key)
 
 
 def ask(url: str, key: str, body: object = None, timeout: float = 5.0) -> Any:

@@ -82,7 +82,9 @@ def plan_memory(
                 free_for_kv = max(0, free - penalty_bytes(batch, config.vocab_size))
                 budget = plan_kv_memory(engine, config, dtype, free=free_for_kv, batch=batch, extra=extra)
             else:
-                budget = KVBudget.on_gpu(engine, config, GPU_CAPABILITIES, dtype, free=free, total=total, extra=extra)
+                budget = KVBudget.on_gpu(
+                    engine, config, can=GPU_CAPABILITIES, dtype=dtype, free=free, total=total, extra=extra
+                )
             reason = ""
         except OutriderError as error:
             reason = str(error)

@@ -84,12 +84,12 @@ def plan_of(model: str, load: LoadSettings, on: Hardware) -> MemoryPlan:
     helpers = [drafter_of(name, files, config, token=1.0, kv_item=2.0, on=on) for name in drafter_names(files, load)]
     usable = [helper for helper in helpers if helper.about["fits"]]
     loaded = LoadedBytes(
-        weights=loaded_weights(config, stored, load.quantize, on).total,
+        weights=loaded_weights(config, stored, quantize=load.quantize, on=on).total,
         drafter=sum(helper.nbytes for helper in usable),
         media=sum(encoder.nbytes() for encoder in (vision, audio) if encoder is not None),
     )
     extra = [attn for helper in usable for attn in helper.kv]
-    return plan_memory(config, loaded, on, load.engine, load.tensor_parallel, extra)
+    return plan_memory(config, loaded, on=on, engine=load.engine, gpus=load.tensor_parallel, extra=extra)
 
 
 def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, StoredSize]:
@@ -131,12 +131,12 @@ def drafter_of(
         except OutriderError as error:
             reason = str(error)
         parameters = model_size(model).total
-        weights = loaded_weights(model, stored, None, on)
+        weights = loaded_weights(model, stored, quantize=None, on=on)
         about = drafter_report(model.model_type, reason, parameters, step=weights.token, target_token=token)
         return DrafterFacts(about, weights.total, tuple(model.layers[i].attn for i in model.kv_layers))
     files = hub.resolve(name, "drafter", weights=False)
     if is_block(files.config):
-        return block_facts(files, target, token, kv_item)
+        return block_facts(files, target, token=token, kv_item=kv_item)
     config = translate(DrafterConfig.from_hf, files)
     reason = config.misfit(target)
     size = drafter_size(config)

@@ -65,10 +65,10 @@ def predict(asked: PredictOptions, load: LoadSettings) -> None:
     from .model_facts import loaded_weights, plan_of, read, with_sequences
 
     files, config, stored = read(asked.model)
-    on = _machine(asked.gpu, loaded_weights(config, stored, None, None).token / model_size(config).active)
+    on = _machine(asked.gpu, loaded_weights(config, stored, quantize=None, on=None).token / model_size(config).active)
     if load.quantize is not None and not on.is_cpu:
         files, config, stored = read(asked.model, load.quantize)
-    weights = loaded_weights(config, stored, load.quantize, on)
+    weights = loaded_weights(config, stored, quantize=load.quantize, on=on)
     helper, profile = _drafter(asked.model, load)
     setup = model_of.Setup(
         target=config,

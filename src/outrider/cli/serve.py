@@ -66,7 +66,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     load = common.with_adapters(load, asked.adapter)
     first, *others = listed
     if len(listed) > 1:
-        several(listed, asked.name, load, asked.memory)
+        several(listed, asked.name, load=load, memory=asked.memory)
     alone = "for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
     require(len(listed) > 1 or asked.memory is None, f"--memory is shared by several models: {alone}")
     settings = server(

@@ -168,13 +168,15 @@ def at_hand() -> Iterator[Item]:
         drafts = repos.is_drafter(path) or repos.is_drafter(name)
         kind = "mmproj" if repos.is_mmproj(path) else "drafter" if drafts else "model"
         last = uses.pop(name, {})
-        return Item(name, kind, nbytes, str(path), last.get("used", ""), last.get("drafter", ""))
+        return Item(
+            name, kind, bytes=nbytes, path=str(path), used=last.get("used", ""), drafter=last.get("drafter", "")
+        )
 
     smollm2 = hub.cache_path("smollm2", hub.SMOLLM2_FILE)
     if smollm2.is_file():
         yield item("smollm2", smollm2, stored(smollm2))
     for shipped in sorted(hub.ASSETS.glob("*/config.json")):
-        yield Item(str(shipped.parent), "drafter", stored(shipped.parent), str(shipped.parent))
+        yield Item(str(shipped.parent), "drafter", bytes=stored(shipped.parent), path=str(shipped.parent))
     for repo, folder in cached_repos():
         files = repos.in_cache(repo)
         for path in files:

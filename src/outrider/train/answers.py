@@ -79,7 +79,7 @@ def plan_tasks(count: int, heldout: np.ndarray, config: TrainConfig, weights: np
             heats = [0.0, hot] if hot > 0 else [0.0]
         else:
             heats = [0.0 if draw == 0 and cold[i] else hot for draw in range(times[i])]
-        tasks = [Task(i, draw, heat, seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
+        tasks = [Task(i, draw, temperature=heat, seed=seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
         (held_tasks if i in aside else open_tasks).extend(tasks)
     for n, task in enumerate(open_tasks):
         merged.append(task)

@@ -46,7 +46,9 @@ def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockC
     like = next((layer for layer in reversed(target.layers) if layer.attn.window is None), target.layers[-1])
     a = like.attn
     rope = replace(like.rope, rotated=like.attn.head_dim // 2)
-    spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, 0, True, scale=a.head_dim**-0.5, eps=target.norm_eps)
+    spec = AttnSpec(
+        a.heads, a.kv_heads, head_dim=a.head_dim, kv_layer=0, writes=True, scale=a.head_dim**-0.5, eps=target.norm_eps
+    )
     same = job.hidden_size in (None, target.hidden)
     require(same, f"hidden_size: a {kind} drafter has the width of its target ({target.hidden})")
     inter = job.intermediate_size or like.intermediate
@@ -113,7 +115,7 @@ class GroupedBlock(BlockNet):
         """K and V [R, kv_heads, D] of rows x."""
         projected = self.ops.linear(x, layer.kv, layer.kv_bias)
         attn = layer.attn
-        return self.ops.keys_values(projected, angles[layer.rope], attn.k_norm, attn.spec)
+        return self.ops.keys_values(projected, angles[layer.rope], k_norm=attn.k_norm, spec=attn.spec)
 
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
         return BlockRows(like, like, end)  # gradients flow through `past` instead
@@ -160,7 +162,7 @@ class GroupedBlock(BlockNet):
             torch.cat((far, near.flatten(1, 2).transpose(1, 2).unflatten(0, far.shape[:2])), 3).flatten(0, 1)
             for far, near in zip(self.shared[here], fresh, strict=True)
         )
-        bias = self.mask(layer, self.shared[here][0].shape[3], first, slots, x.dtype)
+        bias = self.mask(layer, self.shared[here][0].shape[3], first=first, slots=slots, dtype=x.dtype)
         queries = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [groups, kv_heads, heads per K/V head · group · S, D]
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=spec.scale)
         return mixed.unflatten(2, (-1, most * slots)).permute(0, 3, 1, 2, 4).reshape(len(x), -1)
@@ -210,7 +212,7 @@ class BlockModule(TrainNet):
         feature = streams[flat]
         block_rows = BlockRows(flat, flat, anchor.reshape(-1))
         for j in range(steps):
-            h, feature = net.feature_step(token(j + 1), feature, no_kv, block_rows, j)
+            h, feature = net.feature_step(token(j + 1), feature, kv=no_kv, own=block_rows, step=j)
             yield spread(h)
 
 
@@ -286,7 +288,9 @@ def start_block(job: TrainConfig, target: TrainTarget, data: Sequences, say: Say
     if (job.out / "checkpoint.pt").exists() or target.config.family != "llama" or config.kind != "dflash":
         return net  # its weights come from there, or it starts at random
     reads = spread_reads(target.config, len(config.layers))
-    some = make_batch(data, plan_epoch(data, START_ROWS, 4 * START_ROWS, job.seed, 0)[0], 1).to(model.device)
-    start_from_layers(net, model, some, reads)
+    some = make_batch(data, plan_epoch(data, START_ROWS, tokens=4 * START_ROWS, seed=job.seed, epoch=0)[0], 1).to(
+        model.device
+    )
+    start_from_layers(net, model, batch=some, reads=reads)
     say(f"drafter starts from target layers {reads} and reads the streams after layers {config.taps}")
     return net

@@ -159,7 +159,9 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) ->
         ranks.append((z > z.gather(1, label[:, None])).sum(1))
     rank = torch.cat(ranks)
     return [
-        Recall(top, top * size / vocab, int((rank < top).sum()) / len(g), (top * size + clusters) * width)
+        Recall(
+            top, top * size / vocab, recall=int((rank < top).sum()) / len(g), weights=(top * size + clusters) * width
+        )
         for top in TOPS
         if top <= clusters
     ]

@@ -71,7 +71,9 @@ class Sequences:
         tokens = np.concatenate(listed).astype(np.uint16 if vocab <= 1 << 16 else np.uint32)
         noise = np.zeros(len(listed), np.int64) if seeds is None else np.fromiter(seeds, np.int64)
         lengths, prompt_lengths, lines = (np.fromiter(each, np.int32) for each in (map(len, listed), prompts, index))
-        return Sequences(tokens, lengths, prompt_lengths, lines, np.fromiter(greedy, bool), noise)
+        return Sequences(
+            tokens, lengths, prompts=prompt_lengths, index=lines, greedy=np.fromiter(greedy, bool), seeds=noise
+        )
 
     def select(self, which: np.ndarray) -> Sequences:
         """which: indices, or a mask [N]."""
@@ -154,7 +156,16 @@ def make_batch(
     judged_rows = np.nonzero(judged.reshape(-1))[0]
     cold = data.greedy[which].astype(np.int64)
     padded, teacher, greedy = (torch.from_numpy(x) for x in (ids, judged_rows, cold))
-    return TrainBatch(padded, teacher, greedy, first, anchors, targets, which, int(drawn.sum(1).max()))
+    return TrainBatch(
+        padded,
+        teacher,
+        greedy=greedy,
+        first=first,
+        anchors=anchors,
+        targets=targets,
+        which=which,
+        most=int(drawn.sum(1).max()),
+    )
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:

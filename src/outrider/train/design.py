@@ -60,9 +60,18 @@ def plain(
     for r in reads:
         require(r in owners, f"layer {r} of the target owns no K/V to read; layers that do: {owners[0]}..{owners[-1]}")
         a = target.layers[r].attn
-        spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
+        spec = AttnSpec(
+            a.heads,
+            a.kv_heads,
+            head_dim=a.head_dim,
+            kv_layer=-1,
+            writes=False,
+            window=a.window,
+            scale=a.scale,
+            eps=target.norm_eps,
+        )
         layers.append(LayerSpec(spec, target.layers[r].rope, inter))
-    config = bare(target, "outrider_drafter", width, layers)
+    config = bare(target, "outrider_drafter", hidden=width, layers=layers)
     return replace(config, reads=reads, tied_to_target=True, taps=taps, gemma=False)
 
 
@@ -74,14 +83,23 @@ def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> 
         spec = replace(donor.attn, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
         layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
     kind = "gemma4_unified_assistant" if "unified" in target.model_type else "gemma4_assistant"
-    return bare(target, kind if target.family == "gemma4" else "outrider_drafter", hidden, layers)
+    return bare(target, kind if target.family == "gemma4" else "outrider_drafter", hidden=hidden, layers=layers)
 
 
 def bare(target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec]) -> DrafterConfig:
     """The parts common to both styles."""
     wide = target.hidden
     vocab = target.vocab_size
-    return DrafterConfig(kind, wide, hidden, vocab, tuple(layers), None, target.norm_eps, target.activation)
+    return DrafterConfig(
+        kind,
+        wide,
+        hidden=hidden,
+        vocab_size=vocab,
+        layers=tuple(layers),
+        reads=None,
+        norm_eps=target.norm_eps,
+        activation=target.activation,
+    )
 
 
 def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
@@ -95,7 +113,7 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
         config = gemma(target, wide, job.intermediate_size)
     else:
         reads = job.kv_layers or spread_reads(target, min(job.layers, len(target.kv_layers)))
-        config = plain(target, reads, job.hidden_size, job.intermediate_size, job.taps)
+        config = plain(target, reads, hidden=job.hidden_size, intermediate=job.intermediate_size, taps=job.taps)
     return replace(config, clusters=clusters, cluster_top=max(1, clusters // 16), target_hash=target_hash)
 
 
@@ -232,7 +250,7 @@ def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int
         drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))
     order = likely_together(g[:: max(1, g.shape[0] // 300_000)], head, clusters)
     label = cluster_of(order, clusters)[torch.cat(drawn)]
-    fitted = fit_centroids(g, label, cluster_means(head, order, clusters), 300, 1e-2, 16384)
+    fitted = fit_centroids(g, label, centroids=cluster_means(head, order, clusters), steps=300, lr=1e-2, batch=16384)
     net.weight("token_ordering").copy_(order)
     net.weight("centroids").copy_(fitted)
     return int(g.shape[0])

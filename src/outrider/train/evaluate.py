@@ -92,7 +92,7 @@ class Judge:
         sure = torch.zeros(len(at), device=g.device)
         for rows in torch.arange(len(g), device=g.device).split(step):
             some = sampling.select(rows)
-            out[rows], z = guess_next(some, at[rows], partial(self.score, g[rows]), ops, ids)
+            out[rows], z = guess_next(some, at[rows], score=partial(self.score, g[rows]), ops=ops, clusters=ids)
             if weigh:
                 sure[rows] = some.likely(z, out[rows])
         return out, sure
@@ -114,7 +114,7 @@ class Judge:
         model = self.model
         device = self.model.device
         anchors = 16384 if device.type == "cuda" else 1024  # on a CPU few: a batch ends when its last draft fails
-        for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
+        for which in plan_epoch(data, anchors, tokens=8 * anchors, seed=0, epoch=0):
             if self.halt():
                 raise Halted
             batch = make_batch(data, which, 1).to(device)
@@ -125,7 +125,9 @@ class Judge:
             sure = torch.zeros(count * width, most, device=device)
             ends = torch.from_numpy(data.lengths[which]).to(device)
             params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
-            sampling = sampling_batch(params, [[]] * count, [[]] * count, model.config.vocab_size, device)
+            sampling = sampling_batch(
+                params, [[]] * count, outputs=[[]] * count, vocab=model.config.vocab_size, device=device
+            )
             seen = capture(model, batch.ids, self.net.taps)
             for j, g in enumerate(self.net.unroll(self.weights, model, seen, batch, most), 1):
                 b, at = batch.where(alive)

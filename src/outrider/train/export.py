@@ -222,7 +222,7 @@ def save_drafter(
     else:
         schedule = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
         files |= {"config.json": config_dict(config), "generation_config.json": {"is_assistant": True, **schedule}}
-    write_folder(folder, tensors, files, card)
+    write_folder(folder, tensors, files=files, card=card)
 
 
 def write_folder(

@@ -57,7 +57,7 @@ def judge(model: TextModel, net: TrainNet, data: Sequences, temperature: float, 
     at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
     both. Halted where `halt` ends it."""
     evaluations = [
-        scored(Judge(model, net, kind, halt).drafts(data.select(data.greedy == kind), 8, heat), 8)
+        scored(Judge(model, net, full=kind, halt=halt).drafts(data.select(data.greedy == kind), 8, heat), 8)
         for kind, heat in ((True, 0.0), (False, temperature))
         if (data.greedy == kind).any()
     ]
@@ -104,21 +104,23 @@ def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = la
             result["full"] = scored(last, MAX_DRAFT)
             if isinstance(net, DrafterModule) and net.config.clusters:
                 g, choice = (torch.cat(each) for each in zip(*states))
-                curve = recall_curve(g, choice, full.weights["centroids"], full.weights["token_ordering"])
+                curve = recall_curve(
+                    g, choice, centroids=full.weights["centroids"], order=full.weights["token_ordering"]
+                )
                 top = job.cluster_top or choose_top(curve, job.cluster_recall).top
                 net.config = replace(net.config, cluster_top=top)
                 result["recall"] = [asdict(r) for r in curve]
-                last = Judge(model, net, False, halt).drafts(cold, weigh=True)
+                last = Judge(model, net, full=False, halt=halt).drafts(cold, weigh=True)
                 result["clustered"] = scored(last, MAX_DRAFT)
             runs = last.runs()
             if len(hot):
-                result["sampled"] = scored(Judge(model, net, False, halt).drafts(hot, 8, job.temperature), 8)
+                result["sampled"] = scored(Judge(model, net, full=False, halt=halt).drafts(hot, 8, job.temperature), 8)
     if job.kind == "dflash":
         result["draft_unit"] = "pass"
     result["draft_step_share"] = round(drafter_size(net.config).step / model_size(model.config).active, 4)
     if "full" in result:
         trainer.hooks.log({"step": trainer.progress.step, "final": result})
-    write_drafter(trainer, target_hash, result, runs)
+    write_drafter(trainer, target_hash, result=result, runs=runs)
     return result
 
 
@@ -130,7 +132,9 @@ def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Ru
     folder = out / "drafter"
     log = out / "log.jsonl"
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
-    save_drafter(folder, net.config, net.export(), story, model_card(net.config, result, [story]))
+    save_drafter(
+        folder, net.config, weights=net.export(), provenance=story, card=model_card(net.config, result, [story])
+    )
     if any(len(right) for right, _ in runs):
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
         acceptance.write(folder, acceptance.measure(runs, print_of))
@@ -182,8 +186,8 @@ def draw_curve(log: Path, to: Path) -> None:
     right = [(f"position {j + 1}", [(r["step"], r["hit"][j]) for r in curve]) for j in range(len(curve[0]["hit"]))]
     if evals:
         right.append(("held out, position 1", [(r["step"], r["eval"]["acceptance_by_position"][0]) for r in evals]))
-    loss = svg.lines("training loss", "step", "", [("loss", [(r["step"], r["loss"]) for r in curve])])
-    hits = svg.lines("draft token right, given those before it", "step", "share of anchors", right)
+    loss = svg.lines("training loss", "step", y_label="", series=[("loss", [(r["step"], r["loss"]) for r in curve])])
+    hits = svg.lines("draft token right, given those before it", "step", y_label="share of anchors", series=right)
     to.write_text(svg.stacked([loss, hits]), encoding="utf-8")
 
 

@@ -100,12 +100,16 @@ class MachineSpeed:
         best = torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
         block = torch.ones(1 << 24)
         mix = LossMix().rows(len(z), z.device)
-        timings = [timed(lambda: a @ b.T), timed(block.sum), timed(lambda: row_terms(z, z, best, z[:, 0], mix))]
+        timings = [
+            timed(lambda: a @ b.T),
+            timed(block.sum),
+            timed(lambda: row_terms(z, z, best=best, weight=z[:, 0], mix=mix)),
+        ]
         product, moved, terms = (passed for passed, _ in timings)
         share = sum(used / passed for passed, used in timings) / 3
         rate = 2.0 * 512 * 2048 * width / product
         bandwidth = block.nbytes / moved
-        return MachineSpeed(rate, bandwidth, terms / z.numel(), share)
+        return MachineSpeed(rate, bandwidth, pair=terms / z.numel(), share=share)
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -162,10 +166,10 @@ class Work:
         return Work(
             6.0 * drafter_size(config).body * passed,
             head,
-            scored,
-            active,
-            float(item * row),
-            float(item * stored_values + 64),
+            rows=scored,
+            target=active,
+            row_bytes=float(item * row),
+            token_bytes=float(item * stored_values + 64),
         )
 
     def anchor(self, scored: int, cached: bool) -> float:
@@ -223,8 +227,10 @@ class RunPlan:
         work = Work.of(drafter, target, job.unroll, torch_dtype(job).itemsize, job.anchor_share)
         # sizes for a GPU depend on its memory alone
         speed = MachineSpeed(0.0, 0.0) if job.cuda else MachineSpeed.measure(torch_dtype(job), target.hidden)
-        sizes = choose_sizes(job, work, target.vocab_size, speed, tokens, free_bytes(job.device))
-        return RunPlan(drafter, work, speed, sizes)
+        sizes = choose_sizes(
+            job, work, vocab=target.vocab_size, speed=speed, tokens=tokens, free=free_bytes(job.device)
+        )
+        return RunPlan(drafter, work, speed=speed, sizes=sizes)
 
 
 @dataclass(frozen=True)

@@ -194,9 +194,9 @@ class HeadLoss(torch.autograd.Function):
             if z.is_cuda:
                 from .kernels import head_terms
 
-                head_terms(z, teacher.logp, teacher.best, at, w, mixed, to)
+                head_terms(z, teacher.logp, best=teacher.best, rows=at, weight=w, mix=mixed, out=to)
             else:
-                *three, grad = row_terms(z, teacher.logp[at], teacher.best[at], w, mixed)
+                *three, grad = row_terms(z, teacher.logp[at], best=teacher.best[at], weight=w, mix=mixed)
                 to.copy_(torch.stack(three, 1))
                 z = grad.to(z.dtype)
             torch.mm(z, head, out=out)

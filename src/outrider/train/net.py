@@ -102,8 +102,8 @@ class DrafterModule(TrainNet):
         )
         positions = torch.arange(first, length, device=seen.hidden.device).repeat(size)
         features = torch.cat((seen.hidden, *seen.taps), -1)[:, first:].flatten(0, 1)  # [B·Tq, Hb·(1 + taps)]
-        net = MTPNet(replace(self.config, clusters=0), w, model.ops, model)  # the loss scores the whole head
-        state = net.start(DenseKV(size, positions, keys, values), features)  # type: ignore[arg-type]
+        net = MTPNet(replace(self.config, clusters=0), w, ops=model.ops, target=model)  # the loss scores the whole head
+        state = net.start(DenseKV(size, positions, keys=keys, values=values), features)  # type: ignore[arg-type]
         hidden = features[:, :wide]
         for j in range(1, steps + 1):
             g, hidden = net.step(embedded[:, j : j + length - first].flatten(0, 1), hidden, state)

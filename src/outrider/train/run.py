@@ -286,7 +286,7 @@ class TrainRun:
         """All requested answers."""
         kinds = read_json(self.job.out / "prompts.json")["categories"]
         weights = np.array([self.job.categories.get(kinds[i], 1.0) for i in prompts.index])
-        return answers.plan_tasks(len(prompts), self.held(prompts), self.job, weights)
+        return answers.plan_tasks(len(prompts), self.held(prompts), config=self.job, weights=weights)
 
     @property
     def answer_seconds(self) -> float:
@@ -337,11 +337,11 @@ class TrainRun:
             evaluate=scored,
             log=partial(append_row, log_path),
             # unmeasured: a run that is killed leaves its best evaluation
-            export=lambda: finish.write_drafter(trainer, target.hash, {}, []),
+            export=lambda: finish.write_drafter(trainer, target.hash, result={}, runs=[]),
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
             stop=lambda: self.stop.asked,
         )
-        trainer = Trainer(target.model, net, data, job, sizes, hooks)
+        trainer = Trainer(target.model, net, data=data, config=job, sizes=sizes, hooks=hooks)
         resumed = trainer.resume()
         if resumed:
             self.say(f"continuing from step {trainer.progress.step}")
@@ -392,13 +392,16 @@ class TrainRun:
                 self.say(f"vocabulary clustered anew from {design.cluster_by_use(warm, model, some)} states")
             return warm
         if job.kind != "mtp":
-            return start_block(job, target, data, self.say)
+            return start_block(job, target, data=data, say=self.say)
         config = design.new_drafter(job, target.config, target.hash)
         net = DrafterModule(config, target.config, job.seed).to(model.device)
         if (job.out / "checkpoint.pt").exists():
             return net  # its weights come from there
         rows = max(anchors, design.START_ROWS)  # enough of them to fit the input projection
-        few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, rows, 4 * rows, job.seed, 0)[:2]]
+        few = [
+            make_batch(data, b, 1).to(model.device)
+            for b in plan_epoch(data, rows, tokens=4 * rows, seed=job.seed, epoch=0)[:2]
+        ]
         if config.tied_to_target and config.hidden == config.backbone_hidden:
             design.start_from_target(net, model)
             design.fold_biases(net, model, few)

@@ -59,7 +59,7 @@ def describe(name: str, adapter: str | None = None) -> Described:
     hash = fingerprint(files)
     if adapter is not None:
         hash = adapted_hash(hash, read_adapter(adapter, config).digest())
-    return Described(name, files, config, text_files(files), hash, adapter)
+    return Described(name, files, config=config, text=text_files(files), hash=hash, adapter=adapter)
 
 
 def open_target(name: str | Described, device: str, dtype: torch.dtype) -> TrainTarget:
@@ -137,7 +137,9 @@ class DenseOps(ReferenceOps):
         k = kv.keys[spec.kv_layer]
         v = kv.values[spec.kv_layer]
         qs = q.view(kv.batch, -1, spec.heads, spec.head_dim).transpose(1, 2)
-        out = causal_attention(qs, spread_heads(k, spec.heads), spread_heads(v, spec.heads), spec.scale, spec.window)
+        out = causal_attention(
+            qs, spread_heads(k, spec.heads), v=spread_heads(v, spec.heads), scale=spec.scale, window=spec.window
+        )
         return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -174,7 +176,9 @@ def capture(model: TextModel, ids: Tensor, taps: Layers = ()) -> CapturedStates:
     kv = DenseKV(batch, torch.arange(length, device=ids.device).repeat(batch))
     out = model.forward(ids.reshape(-1), kv, taps)  # type: ignore[arg-type]
     shape = (batch, length, out.hidden.shape[-1])
-    return CapturedStates(out.hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in out.streams))
+    return CapturedStates(
+        out.hidden.view(shape), kv.keys, values=kv.values, taps=tuple(s.view(shape) for s in out.streams)
+    )
 
 
 class Recorder:
@@ -202,8 +206,8 @@ class Recorder:
         return CapturedStates(
             joined([r.hidden for r in rows]),
             {l: joined([r.keys[l] for r in rows]) for l in self.reads},
-            {l: joined([r.values[l] for r in rows]) for l in self.reads},
-            tuple(joined([r.taps[n] for r in rows]) for n in range(len(self.taps))),
+            values={l: joined([r.values[l] for r in rows]) for l in self.reads},
+            taps=tuple(joined([r.taps[n] for r in rows]) for n in range(len(self.taps))),
         )
 
     def likely(self, batch: TrainBatch, seen: CapturedStates) -> Tensor:
@@ -221,5 +225,5 @@ class Recorder:
             ids = torch.from_numpy(self.data[i].astype(np.int64))[None].to(self.model.device)
             seen = capture(self.model, ids, self.taps)
             keys, values = ({l: side[l].contiguous() for l in self.reads} for side in (seen.keys, seen.values))
-            self.kept[i] = CapturedStates(seen.hidden, keys, values, seen.taps)
+            self.kept[i] = CapturedStates(seen.hidden, keys, values=values, taps=seen.taps)
         return self.kept[i]

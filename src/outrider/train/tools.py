@@ -63,7 +63,7 @@ def answers(known: Described, prompts: list[Prompt], config: EvalConfig, drafter
         if helper != "none":
             controller = engine.controller
             seconds = list(controller.cost.curve(controller.drafters[0], batch=1, context=USUAL_CONTEXT))
-        recorded = list(answer_tasks(engine, encoded, tasks, max_new))
+        recorded = list(answer_tasks(engine, encoded, tasks=tasks, max_new=max_new))
     return TargetAnswers(as_sequences(encoded, recorded, target.vocab_size), seconds)
 
 

@@ -82,10 +82,12 @@ class Trainer:
         self.minutes: float | None = None
         self.device = model.device
         self.dtype = model.dtype
-        self.target = Recorder(model, data, net.reads, net.taps, sizes.keep)
+        self.target = Recorder(model, data, reads=net.reads, taps=net.taps, keep=sizes.keep)
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
-        self.optimizers = make_optimizers(self.params, config.lr, WEIGHT_DECAY, config.optimizer == "muon")
+        self.optimizers = make_optimizers(
+            self.params, config.lr, weight_decay=WEIGHT_DECAY, muon=config.optimizer == "muon"
+        )
         self.progress = TrainProgress()
         mixes = [LossMix.parse(text) for text in (config.loss, config.greedy_loss or config.loss)]
         self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 3] by TrainBatch.greedy
@@ -128,11 +130,15 @@ class Trainer:
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             line, at = batch.where(rows)
             mix = self.mixes[batch.greedy[line]]
-            part, alpha, hit = head_loss(picked, head, teacher, target, weight, mix, scored.bias)
+            part, alpha, hit = head_loss(
+                picked, head, teacher=teacher, rows=target, weight=weight, mix=mix, bias=scored.bias
+            )
             total = total + part
             if of is not None:
                 label = of[batch.ids[line, at + j + 1]]
-                total = total + decay * cluster_loss(picked, w["centroids"], label, s.cluster_grad_share, scale)
+                total = total + decay * cluster_loss(
+                    picked, w["centroids"], label=label, pull=s.cluster_grad_share, weight=scale
+                )
             stands = torch.ones_like(alpha) if scale is None else scale
             sums = torch.stack((hit * stands, alpha * stands, stands)).sum(1)
             if s.survival_weight:
@@ -148,7 +154,7 @@ class Trainer:
         epoch = self.progress.epoch
         num_used = self.progress.taken
         while True:
-            plan = plan_epoch(self.data, self.sizes.anchors, 4 * self.sizes.anchors, s.seed, epoch)
+            plan = plan_epoch(self.data, self.sizes.anchors, tokens=4 * self.sizes.anchors, seed=s.seed, epoch=epoch)
             while num_used < len(plan):
                 which = plan[num_used]
                 num_used = num_used + 1

@@ -221,7 +221,7 @@ def test_the_forecast_counts_the_operations_of_a_step(tmp_path: Path, monkeypatc
     train = made_trainer(tmp_path)
     batch = make_batch(train.data, np.arange(4), 3)
     monkeypatch.setattr(
-        target, "causal_attention", lambda q, k, v, *_: (q @ k.mT).softmax(-1) @ v
+        target, "causal_attention", lambda q, k, v, **_: (q @ k.mT).softmax(-1) @ v
     )  # torch's own cannot be counted
     with FlopCounterMode(display=False) as counter:
         train.loss(batch)[0].backward()
