@@ -60,11 +60,12 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, made: Assembled, name: str, group: ProcessGroup | None = None):
+    def __init__(self, made: Assembled, name: str, group: ProcessGroup | None = None, say: Say = log.info):
         engine = made.engine
         key = made.cost_key
         if group is not None:
             Leader(engine, group)
+        engine.warm_up(say)
         if key is not None:
             digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
             engine.controller.replace_costs(calibrate(engine, key, hub.cache_path("costs", f"{digest}.json")))
@@ -94,7 +95,7 @@ class LLM:
         require(isinstance(settings, LoadSettings), f"LLM.load takes {settings!r} {named}")
         settings = settings.changed(changes)
         if settings.tensor_parallel == 1:
-            return cls(assemble(model, settings, say), model)._warmed_up(say)
+            return cls(assemble(model, settings, say), model, say=say)
         if is_worker():
             worker(settings.device)
         if "RANK" not in os.environ:  # ranks that already run get the error while they load
@@ -102,14 +103,10 @@ class LLM:
         group = join(settings.tensor_parallel, settings.device)
         try:
             group.send((model, settings))
-            return cls(assemble(model, settings, say, group), model, group)._warmed_up(say)
+            return cls(assemble(model, settings, say, group), model, group, say)
         except KeyboardInterrupt:
             group.abandon()
             raise
-
-    def _warmed_up(self, say: Say) -> LLM:
-        self.engine.warm_up(say)
-        return self
 
     @property
     def nbytes(self) -> int:

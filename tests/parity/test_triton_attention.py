@@ -23,6 +23,8 @@ from outrider.ops.triton.attention_config import (  # noqa: E402
     choose_reduction,
     split_count,
 )
+from outrider.ops.triton.card import Card  # noqa: E402
+from outrider.ops.triton.common import Launch  # noqa: E402
 from outrider.ops.triton.gemm_config import MAX_SMEM  # noqa: E402
 from outrider.types import AttnSpec, DraftTree, KVView  # noqa: E402
 
@@ -30,6 +32,25 @@ from outrider.types import AttnSpec, DraftTree, KVView  # noqa: E402
 @pytest.fixture(scope="module")
 def ops() -> TritonOps:
     return TritonOps(DEVICE, pdl=False)
+
+
+def test_what_is_compiled_ahead_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one and of five rows, a pass of a prompt: nothing is left to compile, and nothing is launched."""
+    card = replace(Card.of(torch.device("cpu")), capability=(8, 0), cuda=False)
+    ops = TritonOps(DEVICE, pdl=False, card=card)
+    spec = AttnSpec(4, 2, 32, 0, True)
+    sliding = replace(spec, window=8)
+    views = [cache(spec, spans, 4) for spans in ([(9, 1)], [(30, 5), (2, 5)], [(0, 40)])]
+    run, compiled = set(), set()
+    monkeypatch.setattr(Launch, "run", lambda launch: run.add(launch.variant))
+    monkeypatch.setattr(Launch, "compile", lambda launch: compiled.add(launch.variant))
+    told: list[tuple[int, int]] = []
+    count = ops.compile_attention([spec, sliding], views, torch.float32, lambda *done: told.append(done))
+    assert not run and count == len(compiled) == len(told) and told[-1] == (count, count)
+    for kv in views:
+        for kind in (spec, sliding):
+            ops.attend(rand(len(kv.positions), 4 * 32), kind, kv)
+    assert run == compiled
 
 
 # ---- attention

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -51,12 +52,10 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
 
 def test_a_loaded_model_has_captured_what_its_first_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first requests of a program waited for captures: only a server made them ahead."""
-    asked: list[Any] = []
-    monkeypatch.setattr(llm_module, "assemble", lambda *args: "assembled")
-    monkeypatch.setattr(
-        LLM, "__init__", lambda self, *args: vars(self).update(engine=SimpleNamespace(warm_up=asked.append))
-    )
-    assert isinstance(LLM.load("m", say=print), LLM) and asked == [print]
+    assembled = MagicMock(cost_key=None)
+    monkeypatch.setattr(llm_module, "assemble", lambda *args: assembled)
+    assert isinstance(LLM.load("m", say=print), LLM)
+    assembled.engine.warm_up.assert_called_once_with(print)
 
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

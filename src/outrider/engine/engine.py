@@ -75,10 +75,10 @@ class Reporter:
         self.clock = clock
         self.last_line_at = clock()
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int) -> None:
         if done < total and self.clock() - self.last_line_at >= REPORT_S:
             self.last_line_at = self.clock()
-            self.say(f"capturing steps and passes: {done} of {total}")
+            self.say(f"{what}: {done} of {total}")
 
 
 class Engine:

@@ -14,6 +14,7 @@ import logging
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -26,15 +27,18 @@ from ..ops.backend import Capabilities
 from ..ops.decode_io import HOST_DRAFT, DecodeOutputs
 from ..spec.plan import DEEPEST, TIMED, VERIFY, CostPart
 from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures
-from ..types import GREEDY_EPS, MAX_DRAFT, SamplingParams
+from ..types import GREEDY_EPS, MAX_DRAFT, KVView, SamplingParams
 from . import graph_dispatch
 from .capture import Graph, GraphCache, GraphPool
+from .cycle import Rows
 from .decode import Choosing, DecodeStep, DraftSource, Inputs, Key, Output, State
 from .model_runner import ModelRunner
-from .prefill_graphs import PrefillGraphs
+from .prefill_graphs import PrefillGraphs, PrefillKey
 from .step import DecodeRows, Executor, PendingStep, Plan, Progressed, Sequence, StepBatch, StepFeatures
 
 log = logging.getLogger("outrider")
+CAPTURING = "capturing steps and passes"
+COMPILED_S = 2.0  # seconds of compiling ahead from which kernels were not on disk
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
 NODES = 7, TIMED
 TOGETHER = 8  # maximum sequences of a step with trees
@@ -417,7 +421,7 @@ class GraphExecutor(Executor):
         """Captures so far, failed ones too: each delays what is under way."""
         return self.cache.num_captures + self.prefill_graphs.cache.num_captures
 
-    def prepare(self, served: bool = True, progress: Progressed = lambda done, total: None) -> str:
+    def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         began = self.runner.clock()
         chosen = graph_dispatch.warmup_keys if served else graph_dispatch.first_keys
         keys = chosen(*self._bounds, self._widths, self.names)
@@ -425,23 +429,44 @@ class GraphExecutor(Executor):
         if slots is not None and slots.weights:
             keys = [replace(key, adapted=adapted) for key in keys for adapted in (False, True)]
         passes = self.prefill_graphs.likely(served)
+        self._compile(keys, passes, progress)
+        compiled_s = self.runner.clock() - began
         total = len(keys) + len(passes)
         self._preparing = True
         for i, key in enumerate(keys):
-            progress(i, total)
+            progress(CAPTURING, i, total)
             self.capture(key)
         self._preparing = False
         self.fixed = True
         if not self.cache.graphs:
             self.broken = "no step can be captured"
         for i, prefill_key in enumerate(passes, len(keys)):
-            progress(i, total)
+            progress(CAPTURING, i, total)
             self.prefill_graphs.capture(prefill_key)
         self.prefill_graphs.fixed = True
-        progress(total, total)
         seconds = self.runner.clock() - began
         num_passes = len(self.prefill_graphs.cache.graphs)
-        return f"{len(self.cache.graphs)} steps and {num_passes} passes over prompts captured in {seconds:.1f} s"
+        line = f"{len(self.cache.graphs)} steps and {num_passes} passes over prompts captured in {seconds:.1f} s"
+        return line if compiled_s < COMPILED_S else f"{line}, with kernels that later starts on this machine will find"
+
+    def _compile(self, keys: abc.Sequence[Key], passes: abc.Sequence[PrefillKey], progress: Progressed) -> None:
+        """Compile attention, the kernel that takes longest, for all these graphs in parallel; the first capture would
+        compile one after the other. A failure is left to the captures."""
+        model = self.runner.model
+        specs = {replace(layer.attn, kv_layer=0): layer.attn for layer in model.config.layers}
+        views = [*map(self._view, keys), *(view for key in passes for view in self.prefill_graphs.views(key))]
+        told = partial(progress, "compiling kernels, once per machine")
+        try:
+            model.ops.compile_attention(list(specs.values()), views, model.dtype, told)
+        except Exception as error:
+            log.debug("kernels are compiled as they are needed: %s", error)
+
+    def _view(self, key: Key) -> KVView:
+        """What the target's attention sees in a step of chains, on the scratch page."""
+        rows = Rows.of((key.k,) * key.batch, self.device)
+        slots = torch.full((key.batch,), self.idle, device=self.device)
+        pages = self.runner.store.pages_of(slots, key.context)
+        return pages.view(rows.positions(torch.ones_like(slots)), rows.seq, rows.start, rows.k + 1, key.context)
 
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..cache.store import ragged, upload
-from ..types import OutputRows
+from ..types import KVView, OutputRows
 from .capture import Graph, GraphCache, GraphPool
 from .model_runner import ModelRunner
 from .prefill_budget import LIKELY, ROWS
@@ -118,6 +118,16 @@ class PrefillGraphs:
         if served:
             return keys
         return [key for key in keys if key.sequences == SEQUENCES[0] and key.wanted == ends[-1]]
+
+    def views(self, key: PrefillKey) -> list[KVView]:
+        """What attention sees in this pass, on the scratch page: its rows, and the last ones of the sequences."""
+        count = key.sequences + 1
+        rows = torch.zeros(key.rows, dtype=torch.int64, device=self.device)
+        slots = torch.full((count,), self.idle, dtype=torch.int64, device=self.device)
+        starts = torch.zeros(count + 1, dtype=torch.int32, device=self.device)
+        view = self.runner.store.pages_of(slots, key.context).view(rows, rows, starts, key.rows, key.context)
+        last = replace(view, positions=slots, row_seq=slots, max_rows=1)
+        return [view, last] if key.wanted else [view]
 
     def prepare(self) -> None:
         """Capture what a server will need, and nothing after that."""

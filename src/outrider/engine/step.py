@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..spec.ngram import NgramIndex
     from .output_processor import OutputProcessor
 
-Progressed = Callable[[int, int], None]  # told (done, total) of a long preparation
+Progressed = Callable[[str, int, int], None]  # told (what, done, total) of a long preparation
 
 
 @dataclass
@@ -281,7 +281,7 @@ class Executor(Protocol):
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """Run one part of a step on scratch sequences to completion, for timing."""
 
-    def prepare(self, served: bool = True, progress: Progressed = lambda done, total: None) -> str:
+    def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         """Create now (captured graphs) what the first requests would wait for: of a server, or of a program, which has
         fewer at once. Returns a line about it."""
         return ""

@@ -7,7 +7,7 @@ Activations keep the dtype of `x`; norm weights are float32; logits are float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,6 +136,17 @@ class ReferenceOps(TreeOps):
     def compile_drafter(self, drafter: M) -> M:
         """An MTP drafter whose steps, or whole rounds, take fewer calls."""
         return drafter
+
+    def compile_attention(
+        self,
+        specs: Sequence[AttnSpec],
+        views: Iterable[KVView],
+        dtype: torch.dtype,
+        progress: Callable[[int, int], None],
+    ) -> int:
+        """Compile, in parallel, what attention over these views needs, and launch nothing. progress: told how many of
+        how many are done. Returns the number of kernels."""
+        return 0
 
     def compile_block(self, net: object) -> BlockCall | None:
         """A block drafter's passes (models.block) in one call each. None: operation by operation."""

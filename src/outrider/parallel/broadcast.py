@@ -199,7 +199,7 @@ class BroadcastExecutor:
             self.leader.send("probe", self.index, part, batch, k, context)
             self.inner.probe(part, batch, k, context)
 
-    def prepare(self, served: bool = True, progress: Progressed = lambda done, total: None) -> str:
+    def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         with self.leader.together():
             self.leader.send("prepare", self.index, served)
             return self.inner.prepare(served, progress)

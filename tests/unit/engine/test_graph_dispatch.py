@@ -110,6 +110,31 @@ def test_the_same_request_again_waits_for_no_capture(model: Any) -> None:
     assert set(executor.cache.graphs) == near
 
 
+def test_attention_is_compiled_before_the_first_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start compiled attention kernel by kernel in its captures: 11 of 24 seconds."""
+    _, executor = served(model, max_batch=8)
+    specs = {replace(layer.attn, kv_layer=0) for layer in model.config.layers}
+    steps: list[tuple[int, int, int]] = []
+
+    def compile_attention(kinds: Any, views: Any, dtype: Any, progress: Any) -> int:
+        assert not executor.cache.graphs and len(kinds) == len(specs)
+        for view in views:
+            steps.append((len(view.row_start) - 1, view.max_rows, view.max_context))
+            assert len(view.positions) == len(view.row_seq) == steps[-1][0] * view.max_rows
+        progress(1, 2)
+        return 2
+
+    monkeypatch.setattr(model.ops, "compile_attention", compile_attention)
+    stages: list[str] = []
+    executor.prepare(served=False, progress=lambda what, done, total: stages.append(what))
+    assert set(steps) == {(key.batch, key.k + 1, key.context) for key in executor.cache.graphs}
+    assert stages[0].startswith("compiling kernels") and stages[-1] == "capturing steps and passes"
+    monkeypatch.setattr(model.ops, "compile_attention", lambda *args: 1 / 0)
+    executor.drop()
+    executor.prepare(served=False)
+    assert executor.cache.graphs, "without it captures compile"
+
+
 class Card:
     """A device that says that it is a GPU."""
 
@@ -122,9 +147,9 @@ def test_progress_is_told_every_few_seconds() -> None:
     lines: list[str] = []
     report = Reporter(lines.append, lambda: now[0])
     for done in range(11):
-        report(done, 10)
+        report("steps", done, 10)
         now[0] += 0.5
-    assert lines == ["capturing steps and passes: 4 of 10", "capturing steps and passes: 8 of 10"]
+    assert lines == ["steps: 4 of 10", "steps: 8 of 10"]
 
 
 def test_a_step_during_which_a_graph_was_captured_has_no_time(model: Any) -> None:

@@ -108,6 +108,24 @@ def test_a_program_has_the_passes_of_few_prompts(models: dict[str, Any]) -> None
     assert {key.wanted for key in plain.likely(served=False)} == {False}
 
 
+def test_views_of_a_pass_are_those_of_its_capture(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for them before the pass is captured."""
+    engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
+    passed = captured(engine)
+    seen: list[Any] = []
+    attend = engine.model.ops.attend
+    monkeypatch.setattr(engine.model.ops, "attend", lambda q, spec, kv: (seen.append(kv), attend(q, spec, kv))[1])
+    key = passed.likely(served=False)[-1]
+    passed.capture(key)
+    passed.cache.graphs[key].replay()
+
+    def form(kv: Any) -> tuple[object, ...]:
+        tables = {group: table.shape for group, table in kv.tables.items()}
+        return kv.positions.shape, kv.row_seq.shape, kv.row_start.dtype, kv.max_rows, kv.max_context, str(tables)
+
+    assert {form(kv) for kv in seen} == {form(kv) for kv in passed.views(key)}
+
+
 def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> None:
     """Chunks run in the smallest pass that is there and holds them; where none does they are launched."""
     engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=100, prefix_cache=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .attention_config import AttentionConfig, ReductionSpec, choose_config, choose_reduction, fit_smem, split_count
-from .common import LOG2E, gdc_launch_dependents, gdc_wait, precision, prefetch
+from .common import LOG2E, Launch, gdc_launch_dependents, gdc_wait, precision, prefetch
 from .fp8_kv import join_columns, kv_tensors, scores_of, sorted_columns, widen_columns, zero_sums
 from .quant_config import max_smem
 
@@ -392,6 +392,17 @@ def attend(
     shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
+    out, launches = launches_of(q, spec, kv, pdl, cut, shape, span_end)
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def launches_of(
+    q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
+    shape: AttentionConfig | None = None, span_end: int = 0,
+) -> tuple[Tensor, list[Launch]]:
+    """The result, once the launches have run."""
     keys, values = kv_tensors(kv, spec)
     rows = q.shape[0]
     batch = kv.row_start.shape[0] - 1
@@ -427,20 +438,22 @@ def attend(
         programs += each
     lone = spec.window is not None and cut.fine == cut.bn
     walks = shape.run > 1 or deep > 0
-    attend_kernel[(programs, spec.kv_heads * tiles, batch)](
+    arguments = (
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors,
         out, partial_out, partial_lse, table.stride(0), keys.stride(0), spec.scale * LOG2E, slots, span_end,
+    )
+    options = dict(
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split,
         SPLITS_PER_PROGRAM=shape.run, PREC=precision(q), SINGLE_BLOCK=lone, MULTI_SPLIT=walks,
         PARTS=1 if shape.split else shape.parts, PREFETCH=cut.fine if shape.split and not walks else 0,
         TREE_DEPTH=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu", SPAN=span_end > 0, num_warps=shape.warps,
         num_stages=shape.stages, **same,
     )
+    launches = [Launch(attend_kernel, (programs, spec.kv_heads * tiles, batch), arguments, options)]
     if shape.split:
         block = min(32, triton.cdiv(slots, 4) * 4)
         piece = min(padded, 128)
-        combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
-            partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
-            BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same,
-        )
-    return out
+        sums = (partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots)
+        blocks = dict(BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same)
+        launches.append(Launch(combine_kernel, (rows, spec.heads, triton.cdiv(dim, piece)), sums, blocks))
+    return out, launches

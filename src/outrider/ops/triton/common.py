@@ -8,7 +8,8 @@ below the pass's first: a kernel without PDL runs between the pass that wrote th
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -25,6 +26,34 @@ class Launcher(Protocol):
     """`TritonOps`, as the functions see it that are its methods."""
 
     pdl: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it is launched with."""
+
+    kernel: Any  # a function of `triton.jit`
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.options)
+
+    def compile(self) -> None:
+        """Compile it, and launch nothing."""
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
+
+    @property
+    def shell(self) -> Launch:
+        """The same without memory, to be compiled."""
+        empty = (torch.empty(0, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in self.arguments)
+        return Launch(self.kernel, self.grid, tuple(empty), self.options)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """Launches that share it share the compiled kernel."""
+        return self.kernel, *sorted(self.options.items())
 
 
 def precision(x: Tensor) -> str:

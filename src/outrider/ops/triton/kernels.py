@@ -20,6 +20,7 @@ from ..registry import Kernel
 from . import attention, attention_wgmma, draft_steps, lowrank, prefill_attention, w4a16_gemm, w4a16_wgmma, wna16_gemv
 from .attention_config import MIN_QUERIES, choose_reduction
 from .card import Card
+from .common import Launch
 from .gemm import DenseCall, DenseShape, dense_gemm
 from .gemm_config import MAX_FEW_ROWS, MAX_SMEM, STREAMK_MAX_ROWS
 from .lowrank import Shrunk
@@ -271,6 +272,16 @@ def run_prompts(call: AttentionCall) -> Tensor:
 
 def run_attention(call: AttentionCall) -> Tensor:
     return attention.attend(call.q, call.spec, call.kv, call.ops.pdl, span_end=call.span_end)
+
+
+def attention_launches(call: AttentionCall) -> list[Launch]:
+    """What serves this call, if it is a kernel in Triton."""
+    serving = call.ops.registry.choose(ATTENTION, call.shape)
+    if serving.launch is run_prompts:
+        return [prefill_attention.launch_of(call.q, call.spec, call.kv, call.ops.pdl)[1]]
+    if serving.launch is run_attention:
+        return attention.launches_of(call.q, call.spec, call.kv, call.ops.pdl)[1]
+    return []
 
 
 # ---- experts and drafters

@@ -6,7 +6,9 @@ dense or `QuantExperts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cached_property
 from typing import cast
@@ -24,6 +26,7 @@ from . import block_attention, choose, draft_steps, lowrank, moe, norm, rope, tr
 from .attention_wgmma import AttentionWgmma
 from .cache_keys import settle_cache_keys
 from .card import Card
+from .common import Launch
 from .gemm import DenseCall, GemmDevice, GemmKind, Precompiler, placeholder_call
 from .gemm_config import NUM_SEMAPHORES, GemmReduction, choose_reduction
 from .gemm_wgmma import GemmWgmma
@@ -40,6 +43,7 @@ from .kernels import (
     DraftShape,
     ExpertsCall,
     QuantCall,
+    attention_launches,
 )
 from .moe_gemv_int8 import MoeGemvInt8
 from .quant_moe import hold_experts, round_experts
@@ -48,6 +52,9 @@ from .routing import Pairs, list_pairs
 from .w4a16_gemm import W4A16Gemm
 from .w4a16_wgmma import W4A16Wgmma
 from .wna16_gemv import WNA16Gemv
+
+log = logging.getLogger("outrider")
+COMPILERS = 8  # threads
 
 
 class TritonOps(ReferenceOps):
@@ -236,6 +243,28 @@ class TritonOps(ReferenceOps):
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
         call = AttentionCall(self, q, spec, kv, span_end=end)
         return cast(Tensor, self.registry.run(ATTENTION, call.shape, call))
+
+    def compile_attention(
+        self, specs: Sequence[AttnSpec], views: Iterable[KVView], dtype: torch.dtype,
+        progress: Callable[[int, int], None],
+    ) -> int:
+        if not self.card.real:
+            return 0
+        shells: dict[Hashable, Launch] = {}
+        for kv in views:
+            for spec in specs:
+                width = spec.heads * spec.head_dim
+                q = torch.empty((len(kv.positions), width), dtype=dtype, device=kv.positions.device)
+                for launch in attention_launches(AttentionCall(self, q, spec, kv, span_end=0)):
+                    shells.setdefault(launch.variant, launch.shell)
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            jobs = [pool.submit(shell.compile) for shell in shells.values()]
+            for done, job in enumerate(as_completed(jobs), 1):
+                error = job.exception()
+                if error is not None:
+                    log.debug("not compiled ahead: %s", error)  # it is compiled when it is needed
+                progress(done, len(jobs))
+        return len(shells)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     branch = trees.branch

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from .attention import INDEX, _known, power
 from .attention_config import MIN_QUERIES, WIDE_HEAD_SMEM, AttentionConfig, ReductionSpec, choose_reduction
-from .common import LOG2E, gdc_launch_dependents, gdc_wait
+from .common import LOG2E, Launch, gdc_launch_dependents, gdc_wait
 from .fp8_kv import is_fp8, join_columns, kv_tensors, scores_of, sorted_columns, widen_columns
 from .quant_config import max_smem
 
@@ -44,19 +44,32 @@ def attend(
     shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
+    out, launch = launch_of(q, spec, kv, pdl, cut, shape, span_end)
+    launch.run()
+    return out
+
+
+def launch_of(
+    q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
+    shape: AttentionConfig | None = None, span_end: int = 0,
+) -> tuple[Tensor, Launch]:
+    """The result, once the launch has run."""
     keys, values = kv_tensors(kv, spec)
     cut = cut or choose_reduction(spec, q.dtype, max_smem(q.device))
     shape = shape or choose_prefill_config(spec, cut)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     tiles = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), shape.bq)
-    prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
+    arguments = (
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * LOG2E,
-        span_end, HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0,
+        span_end,
+    )
+    options = dict(
+        HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0,
         BQ=shape.bq, BN=cut.bn, ASM=q.device.type != "cpu", SPAN=span_end > 0, PDL=pdl, num_warps=shape.warps,
         num_stages=shape.stages, launch_pdl=pdl,
     )
-    return out
+    return out, Launch(prompt_kernel, (tiles, spec.kv_heads, kv.row_start.shape[0] - 1), arguments, options)
 
 
 @triton.jit
