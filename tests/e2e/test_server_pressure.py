@@ -116,7 +116,7 @@ def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
 
 
 def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "UNREAD", 20)
+    monkeypatch.setattr(runner, "MAX_UNREAD_EVENTS", 20)
     # a step of no time at all would end an answer before the loop, which tells the engine to pause, had its turn on a
     # busy machine
     engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0, delay=0.0005, hold=3900)
@@ -145,7 +145,7 @@ def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyP
 
 
 def test_one_large_body_of_a_client_is_read_at_a_time() -> None:
-    large = json.dumps({"messages": HI, "max_tokens": 2, "user": "x" * (app.BIG_BODY + 1)}).encode()
+    large = json.dumps({"messages": HI, "max_tokens": 2, "user": "x" * (app.LARGE_BODY_BYTES + 1)}).encode()
     with Served(FakeEngine(TOK), TOK) as s:
         half = raw(s, "/v1/chat/completions", large[:1000], length=len(large))
         until(lambda: s.state.big_bodies._held)

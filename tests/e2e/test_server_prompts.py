@@ -20,7 +20,7 @@ LONG = {"messages": [{"role": "user", "content": "word " * 200}], "max_tokens": 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A prompt is read 100 tokens per step, the first step at once, the others when the test says so."""
-    monkeypatch.setattr("outrider.server.call.TELL_S", 0.05)
+    monkeypatch.setattr("outrider.server.call.PROGRESS_COMMENT_S", 0.05)
     monkeypatch.setattr("outrider.server.call.KEEP_ALIVE_S", 0.05)
     monkeypatch.setattr("outrider.server.runner.PROGRESS_S", 0.0)
     engine = FakeEngine(TOK, say=lambda _: "Z")

@@ -283,8 +283,8 @@ def test_batches_that_cannot_run(served: Served) -> None:
 
 
 def test_the_file_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "MOST_FILES", 2)
-    monkeypatch.setattr(stores, "MOST_FILE_BYTES", 10)
+    monkeypatch.setattr(stores, "MAX_FILES", 2)
+    monkeypatch.setattr(stores, "MAX_FILE_BYTES", 10)
     store = FileStore()
     a = store.new("c", "a", "batch")
     store.append(a, b"12345678")
@@ -341,8 +341,8 @@ def test_what_is_not_stored_cannot_be_gone_on_from(served: Served) -> None:
 
 
 def test_the_response_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "MOST_RESPONSES", 3)
-    monkeypatch.setattr(stores, "MOST_RESPONSE_BYTES", 400)
+    monkeypatch.setattr(stores, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(stores, "MAX_RESPONSE_BYTES", 400)
     store = ResponseStore()
     for i in range(5):
         store.put("c", [], [], {"id": f"r{i}"})

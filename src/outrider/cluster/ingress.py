@@ -39,7 +39,7 @@ from .totals import Snapshot, Totals
 log = logging.getLogger("outrider.cluster")
 LONG_BODY = 8 << 10  # bytes from which a body is read for its owner in a thread
 KEPT_HEADERS = (b"content-type", b"accept", b"x-outrider-stats", b"anthropic-version", b"user-agent")
-OURS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
+GUARD_HEADERS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
 WIRES: dict[str, Callable[[], Wire]] = {
     "messages": AnthropicWire,
     "responses": ResponsesWire,
@@ -100,7 +100,7 @@ class _Answer:
 
     async def take(self, message: Message, replica: str) -> None:
         if message["type"] == "http.response.start":
-            headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() not in OURS]
+            headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() not in GUARD_HEADERS]
             kind = next((v for k, v in headers if k.lower() == b"content-type"), b"application/json")
             self.stream = not kind.startswith(b"application/json")
             self._head = {**message, "headers": [*headers, (b"x-outrider-replica", replica.encode())]}

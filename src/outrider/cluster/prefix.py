@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-BLOCK = 128  # bytes: about 30 tokens of English, two pages of K/V
-BLOCKS = 128  # blocks per prompt that are hashed, from its beginning
-MOST = 200_000  # blocks remembered
+BLOCK_BYTES = 128  # bytes: about 30 tokens of English, two pages of K/V
+MAX_BLOCKS = 128  # blocks per prompt that are hashed, from its beginning
+MAX_REMEMBERED_BLOCKS = 200_000  # blocks remembered
 PROMPT_KEYS = (b'"messages"', b'"prompt"', b'"input"', b'"system"', b'"instructions"', b'"tools"')
 R = TypeVar("R", bound=Hashable)
 
@@ -28,8 +28,8 @@ def prefix_keys(body: bytes) -> tuple[bytes, ...]:
     begin = min(starts)
     keys = []
     chain = b""
-    for at in range(begin, min(len(body), begin + BLOCK * BLOCKS) - BLOCK + 1, BLOCK):
-        chain = hashlib.blake2b(chain + body[at : at + BLOCK], digest_size=8).digest()
+    for at in range(begin, min(len(body), begin + BLOCK_BYTES * MAX_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        chain = hashlib.blake2b(chain + body[at : at + BLOCK_BYTES], digest_size=8).digest()
         keys.append(chain)
     return tuple(keys)
 
@@ -37,7 +37,7 @@ def prefix_keys(body: bytes) -> tuple[bytes, ...]:
 class PrefixMap(Generic[R]):
     """Which replicas were sent which prefixes, as an LRU map."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_REMEMBERED_BLOCKS) -> None:
         self._most = most
         self._seen: OrderedDict[bytes, dict[R, None]] = OrderedDict()
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 Labels = tuple[tuple[str, str], ...]
 Key = tuple[str, Labels]  # a sample's name and its labels
 COUNTS = ("counter", "histogram")
-MOST_GONE = 64  # lost replicas that are kept by name; older ones are summed
+MAX_GONE = 64  # lost replicas that are kept by name; older ones are summed
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Totals(Collector):
         for name, samples in families.items():
             self._last[name] = {_key(s.name, s.labels): s.value for f in samples if f.type in COUNTS for s in f.samples}
         gone = [name for name in self._last if name not in families]
-        for name in gone[: max(0, len(gone) - MOST_GONE)]:
+        for name in gone[: max(0, len(gone) - MAX_GONE)]:
             for key, value in self._last.pop(name).items():
                 self._older[key] = self._older.get(key, 0.0) + value
         self._families = self._pages(families, replicas)

@@ -24,7 +24,7 @@ from .schema import ChatRequest, CompletionRequest
 Json = dict[str, object]
 Table = dict[int, float] | None  # {token id: logprob}; None for the first token, which has no context
 Scored = Sequence[tuple[int, Table]]  # tokens with their log-probabilities
-LEAST = -9999.0  # JSON has no -inf
+MIN_LOGPROB = -9999.0  # JSON has no -inf
 JSON_TYPE = "application/json"
 CURL_TYPE = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 
@@ -238,7 +238,7 @@ class Answer:
         raw = self.tokenizer.token_bytes(token)
         as_id = self.job.body.return_tokens_as_token_ids
         text = f"token_id:{token}" if as_id else raw.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
 
 
 class Wire(Protocol):

@@ -33,7 +33,9 @@ from .schema import (
 )
 
 # fields that have the same name and meaning in a chat request
-SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "tool_choice"}
+SHARED_FIELDS = {
+    "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "tool_choice"
+}  # fmt: skip
 TOOL_NAME = re.compile(TOOL_NAME_PATTERN)
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -172,7 +174,7 @@ class AnthropicWire(Wire):
             messages.append(Message.model_construct(role="system", content=_text(body.system)))
         for message in body.messages:
             messages += _messages(message)
-        out: Json = {**body.model_dump(include=SAME), "messages": messages, "stop": body.stop_sequences}
+        out: Json = {**body.model_dump(include=SHARED_FIELDS), "messages": messages, "stop": body.stop_sequences}
         if body.messages[-1].role == "assistant":
             out["continue_final_message"] = True  # a prefill: the answer goes on from it
         tools = [_tool(tool) for tool in body.tools or []]

@@ -41,11 +41,11 @@ from .tracing import Tracing
 
 log = logging.getLogger("outrider.server")
 # threads that read bodies; requests of one client that wait to be read
-READERS = 2
-MOST_WAITING = 32
+NUM_READERS = 2
+MAX_WAITING = 32
 # bytes; and how many of that size are read at once, one per client
-BIG_BODY = 256 << 10
-BIG_BODIES = 4
+LARGE_BODY_BYTES = 256 << 10
+MAX_LARGE_BODIES = 4
 UNBOUNDED = 1 << 30
 T = TypeVar("T")
 
@@ -83,8 +83,8 @@ class Server:
         self.admission = Admission(settings)
         self.keys = Keys(settings)
         # one client may fill all places at once
-        self.lanes = lanes(READERS, max(MOST_WAITING, settings.max_concurrent))
-        self.big_bodies = FairGate(BIG_BODIES, MOST_WAITING, "being read")
+        self.lanes = lanes(NUM_READERS, max(MAX_WAITING, settings.max_concurrent))
+        self.big_bodies = FairGate(MAX_LARGE_BODIES, MAX_WAITING, "being read")
         self.metrics = ServerMetrics(pool, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
         self.recorder = None if settings.record_prompt is None else PromptRecorder(settings.record_prompt)
@@ -145,7 +145,7 @@ class Server:
             with ExitStack() as room:
                 async with asyncio.timeout(self.time_limit(request)):
                     chunked = "transfer-encoding" in request.headers  # of any size
-                    if chunked or int(request.headers.get("content-length", 0)) > BIG_BODY:
+                    if chunked or int(request.headers.get("content-length", 0)) > LARGE_BODY_BYTES:
                         await self.big_bodies.acquire(client)
                         room.callback(self.big_bodies.release, client)
                     raw = await request.body()

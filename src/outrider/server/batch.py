@@ -44,7 +44,7 @@ ROUTES: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/completions": CompletionRequest,
 }
 RETRY_S = 0.5
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 BatchRequestLine = tuple[str, str, Json]  # custom_id, url, body
 Answerer = Callable[["BatchLine", str, Json], Awaitable[tuple[int, Json]]]  # (line, url, body) -> status and body
 
@@ -329,7 +329,7 @@ class _WorkerSlot:
 
 class WorkerPool:
     """Answers lines with several workers. The lines of one that dies go to others, and another replaces it; a line that
-    was running in `MOST_DEATHS` deaths is refused: one poisonous request must not end the run."""
+    was running in `MAX_DEATHS` deaths is refused: one poisonous request must not end the run."""
 
     def __init__(self, make: Callable[[], Awaitable[Answerer]], workers: int) -> None:
         """make: a worker; it and its calls raise WorkerLost if the worker dies."""
@@ -337,7 +337,7 @@ class WorkerPool:
         self._slots = [_WorkerSlot() for _ in range(workers)]
 
     async def answer(self, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
-        for _ in range(MOST_DEATHS):
+        for _ in range(MAX_DEATHS):
             slot = min(self._slots, key=lambda s: s.lines)
             slot.worker = worker = slot.worker or asyncio.ensure_future(self._made())
             slot.lines += 1
@@ -348,17 +348,17 @@ class WorkerPool:
                     slot.worker = None
             finally:
                 slot.lines -= 1
-        message = f"{MOST_DEATHS} workers were lost while they had this request."
+        message = f"{MAX_DEATHS} workers were lost while they had this request."
         raise ApiError(500, message, code="engine_error")
 
     async def _made(self) -> Answerer:
         """Starts a worker. No line is to blame if it is lost while it loads."""
-        for _ in range(MOST_DEATHS):
+        for _ in range(MAX_DEATHS):
             try:
                 return await self._make()
             except WorkerLost:
                 continue
-        lost = f"{MOST_DEATHS} workers in a row were lost while loading the model"
+        lost = f"{MAX_DEATHS} workers in a row were lost while loading the model"
         raise OutriderError(f"{lost}; results so far are kept")
 
 

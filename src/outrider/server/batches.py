@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("outrider.server")
 WINDOW_S = 24 * 3600  # in which a batch is answered; its lines have no other limit
-LAST = 1 << 20  # the priority of a line that names none: after all other requests of its client
+LOWEST_PRIORITY = 1 << 20  # the priority of a line that names none: after all other requests of its client
 MOST_RUNNING = 16  # batches that have not ended, of all clients
 MOST_OF_CLIENT = 4
 MOST_KEPT = 256
@@ -181,7 +181,7 @@ class Batches(ClientStore[Batch]):
     async def _answer(self, batch: Batch, line: BatchLine, url: str, body: Json) -> tuple[int, Json]:
         if url != batch.request.endpoint:
             raise BadLine("mismatched_url", f"'url' must be the batch's endpoint, {batch.request.endpoint}.")
-        body = {"priority": LAST, **body}
+        body = {"priority": LOWEST_PRIORITY, **body}
         return await answered(self._server, line, url, body=body, client=batch.client, time_limit=WINDOW_S)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
-TELL_S = 5.0  # between two heartbeats during prefill, which report its progress
+PROGRESS_COMMENT_S = 5.0  # between two heartbeats during prefill, which report its progress
 FEW_SCORED = 64  # up to this many tokens with log-probabilities are written on the event loop
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class Call:
             waiting.result()
             stream = self._stream
             while stream.open and not self.answer.finished:
-                event = await stream.next(min(self._left(), KEEP_ALIVE_S if self._answering else TELL_S))
+                event = await stream.next(min(self._left(), KEEP_ALIVE_S if self._answering else PROGRESS_COMMENT_S))
                 if event is not None and not self._answering:
                     self._answering = True
                     self._read = None

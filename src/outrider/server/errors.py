@@ -24,9 +24,9 @@ TYPES = {
     429: "rate_limit_error",
 }
 T = TypeVar("T")
-TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "Tool", "Function"}
+UNION_TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "Tool", "Function"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
+UTF8_BOM = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
 # A parser holds the interpreter until it is done. 4 MB of text take it 5 ms, 4 MB of `{},` half a second: what counts
 # is bounded.
 # separators; members of objects together with lists and objects
@@ -152,9 +152,9 @@ def read(raw: bytes, parse: Callable[[bytes], T], mend: bool = True) -> T:
     check_size(raw)
     error: ApiError | None
     try:
-        return parse(raw.removeprefix(MARK))
+        return parse(raw.removeprefix(UTF8_BOM))
     except ValidationError as e:
-        empty = not raw.removeprefix(MARK).strip()
+        empty = not raw.removeprefix(UTF8_BOM).strip()
         error = bad("The body is empty; send a JSON object.", None, "invalid_json") if empty else from_validation(e)
     except RecursionError:
         error = ApiError(400, "The body nests too deep.", code="invalid_json")
@@ -190,7 +190,7 @@ def check_size(raw: bytes) -> None:
 def _mended(raw: bytes) -> bytes:
     """Replaces each lone surrogate by a ?: half of an emoji, where a client has cut a text in two."""
     try:
-        return json.dumps(json.loads(raw.removeprefix(MARK)), ensure_ascii=False).encode("utf-8", "replace")
+        return json.dumps(json.loads(raw.removeprefix(UTF8_BOM)), ensure_ascii=False).encode("utf-8", "replace")
     except (ValueError, RecursionError):
         raise bad("The body is not valid JSON, or nests too deep.", None, "invalid_json") from None
 
@@ -201,6 +201,6 @@ def field_name(loc: Sequence[int | str]) -> str:
     for part in loc:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part not in TAGS and "[" not in part and "-" not in part:
+        elif part not in UNION_TAGS and "[" not in part and "-" not in part:
             name += f".{part}" if name else part
     return name

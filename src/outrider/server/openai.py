@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from .. import __version__
 from ..types import RequestStats
-from .answer import LEAST, Answer, AnswerChoice, Delta, Json, Scored, Table, ToolCall, Wire, compact_json
+from .answer import MIN_LOGPROB, Answer, AnswerChoice, Delta, Json, Scored, Table, ToolCall, Wire, compact_json
 from .output import OutputPart
 from .schema import ChatRequest, CompletionRequest
 
@@ -174,7 +174,7 @@ class OpenAIWire(Wire):
             top.append(None if table is None else {e["token"]: e["logprob"] for e in best})
         return {
             "tokens": [answer.token(t, 0.0)["token"] for t, _ in scored],
-            "token_logprobs": [None if table is None else max(table[t], LEAST) for t, table in scored],
+            "token_logprobs": [None if table is None else max(table[t], MIN_LOGPROB) for t, table in scored],
             "top_logprobs": top,
             "text_offset": offsets,
         }

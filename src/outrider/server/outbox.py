@@ -21,12 +21,12 @@ from typing import Protocol
 from ..engine.engine import Event
 
 log = logging.getLogger("outrider")
-FEW = 16  # up to this many streams are written to after every step
+FEW_STREAMS = 16  # up to this many streams are written to after every step
 SHARE = 0.3  # of the time between two windows is for writing
-LONGEST = 0.05  # seconds that something waits, if the loop can help it
+MAX_WAIT_S = 0.05  # seconds that something waits, if the loop can help it
 # seconds that writing to one stream takes, until that was measured; and at least
 WRITE_S = 1e-4
-SHORTEST = 1e-5
+MIN_WRITE_S = 1e-5
 
 
 Item = Event | Exception  # what a stream receives
@@ -71,13 +71,13 @@ class Outbox:
         now = time.perf_counter()
         gap = now - self._opened
         self._opened = now
-        self._between = 0.8 * self._between + 0.2 * min(gap, LONGEST)
+        self._between = 0.8 * self._between + 0.2 * min(gap, MAX_WAIT_S)
         with self._lock:
             if self._writing or not self._waiting:
                 return
             self._writing = True
-        room = max(SHARE * self._between / self._each, len(self._waiting) * self._between / LONGEST)
-        self._call_soon(lambda: self._hand_over(None if streams <= FEW else max(1, round(room))))
+        room = max(SHARE * self._between / self._each, len(self._waiting) * self._between / MAX_WAIT_S)
+        self._call_soon(lambda: self._hand_over(None if streams <= FEW_STREAMS else max(1, round(room))))
 
     def hurry(self) -> None:
         """Streams that begin or end do not wait for the next window: before it there may be kernels to compile."""
@@ -101,7 +101,7 @@ class Outbox:
             order = sorted(self._waiting, key=lambda id: id not in self._soon)[:most]
             deliveries = {id: self._waiting.pop(id) for id in order}
             self._soon.difference_update(order)
-        apart = most is None and len(deliveries) <= FEW
+        apart = most is None and len(deliveries) <= FEW_STREAMS
         for id, (to, items) in deliveries.items():
             try:
                 for item in items if apart else together(items):
@@ -117,7 +117,7 @@ class Outbox:
         if count:
             # the loop may have had something else to do in between
             each = min((time.thread_time() - began) / count, 1.5 * self._each)
-            self._each = max(SHORTEST, 0.8 * self._each + 0.2 * each)
+            self._each = max(MIN_WRITE_S, 0.8 * self._each + 0.2 * each)
         with self._lock:
             self._writing = False
 

@@ -12,7 +12,7 @@ from typing import Any
 
 log = logging.getLogger("outrider.server")
 ROUTES = {"/v1/chat/completions": "max_tokens", "/v1/messages": "max_tokens", "/v1/responses": "max_output_tokens"}
-KEPT = ("system", "instructions", "tools", "chat_template_kwargs")  # what stands before the conversation
+PREFIX_FIELDS = ("system", "instructions", "tools", "chat_template_kwargs")  # what stands before the conversation
 LONG = 4000  # characters; less is read in no time
 
 
@@ -21,7 +21,7 @@ def beginning(path: str, raw: bytes) -> str | None:
     if path not in ROUTES:
         return None
     request: dict[str, Any] = json.loads(raw)
-    body = {name: request[name] for name in KEPT if request.get(name)}
+    body = {name: request[name] for name in PREFIX_FIELDS if request.get(name)}
     talk = "input" if path == "/v1/responses" else "messages"
     turns = request[talk] if isinstance(request.get(talk), list) else []
     first = next((i for i, m in enumerate(turns) if m.get("role") not in ("system", "developer")), len(turns))

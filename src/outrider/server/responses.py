@@ -20,15 +20,17 @@ from .stores import ResponseStore, stored_id
 
 BODY = TypeAdapter(dict[str, object])
 # in addition to those of schema.py
-UNHEEDED = ("background", "max_tool_calls", "client_metadata", "context_management", "access_programs")
+IGNORED_FIELDS = ("background", "max_tool_calls", "client_metadata", "context_management", "access_programs")
 # fields that have the same name and meaning in a chat request
-SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "outrider", "seed", "tool_choice"}
-BETWEEN = "__"  # a namespace and a name
+SHARED_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "outrider", "seed", "tool_choice"}
+NAMESPACE_SEPARATOR = "__"  # a namespace and a name
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 # fields of the request that the answer repeats, with their defaults
-NULL = ("instructions", "temperature", "top_p", "max_output_tokens", "max_tool_calls", "user", "previous_response_id")
-REPEATED: Json = {
-    **dict.fromkeys((*NULL, "prompt_cache_key", "safety_identifier")),
+NULL_FIELDS = (
+    "instructions", "temperature", "top_p", "max_output_tokens", "max_tool_calls", "user", "previous_response_id"
+)  # fmt: skip
+REPEATED_FIELDS: Json = {
+    **dict.fromkeys((*NULL_FIELDS, "prompt_cache_key", "safety_identifier")),
     "metadata": {},
     "parallel_tool_calls": True,
     "tool_choice": "auto",
@@ -40,7 +42,7 @@ REPEATED: Json = {
     "background": False,
 }
 # of an output item's type, the name of its events
-EVENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+EVENT_NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class ResponsesItem(Lenient):
@@ -111,7 +113,7 @@ def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Js
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    return f"{namespace.rstrip('_')}{BETWEEN}{name}" if namespace else name
+    return f"{namespace.rstrip('_')}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
 def own_name(tools: list[dict[str, Any]], called: str) -> Json:
@@ -164,7 +166,7 @@ class ResponsesWire(Wire):
         for name in ("conversation", "prompt", "background"):
             advice = "send input, and previous_response_id to go on from an answer"
             bad_if(sent.get(name), f"{name} can't be used here; {advice}.", name)
-        fields = {k: v for k, v in sent.items() if v is not None and k not in (*INERT, *UNHEEDED)}
+        fields = {k: v for k, v in sent.items() if v is not None and k not in (*INERT, *IGNORED_FIELDS)}
         body = ResponsesRequest.model_validate(fields)
         before = body.previous_response_id
         messages = [] if before is None else self._store.get(self._client, before, "previous_response_id").messages
@@ -173,10 +175,10 @@ class ResponsesWire(Wire):
             _add(messages, item)
         self._messages = messages
         self._input = [_listed(item) for item in items]
-        self._asked = {k: v if sent.get(k) is None else sent[k] for k, v in REPEATED.items()}
+        self._asked = {k: v if sent.get(k) is None else sent[k] for k, v in REPEATED_FIELDS.items()}
         self._asked["tools"] = [t for t in sent.get("tools") or [] if t["type"] in ("function", "namespace")]
         out: Json = {
-            **body.model_dump(include=SAME),
+            **body.model_dump(include=SHARED_FIELDS),
             "messages": [*([{"role": "system", "content": body.instructions}] if body.instructions else []), *messages],
             "max_tokens": body.max_output_tokens,
             "reasoning_effort": (body.reasoning or {}).get("effort"),
@@ -297,7 +299,7 @@ class ResponsesWire(Wire):
             more["logprobs"] = self._logprobs
             item["content"][0]["logprobs"] += self._logprobs
             self._logprobs = []
-        return self._event(f"{EVENTS[self._open]}.delta", delta=text, **more)
+        return self._event(f"{EVENT_NAMES[self._open]}.delta", delta=text, **more)
 
     def _finish(self) -> str:
         """Completes the open item."""
@@ -310,7 +312,7 @@ class ResponsesWire(Wire):
         item["status"] = "completed"
         part = item if kind == "function_call" else item["content"][0]
         content = {name: part[name] for name in ("name", "arguments", "text", "logprobs") if name in part}
-        out = self._event(f"{EVENTS[kind]}.done", **content, **place)
+        out = self._event(f"{EVENT_NAMES[kind]}.done", **content, **place)
         if kind == "message":
             out += self._event("content_part.done", part=part, **place)
         return out + self._event("output_item.done", item=item, output_index=place["output_index"])
@@ -319,7 +321,7 @@ class ResponsesWire(Wire):
 def _empty(kind: str) -> dict[str, Any]:
     """A new output item without text."""
     id = secrets.token_hex(12)
-    part = {"type": EVENTS[kind], "text": ""}
+    part = {"type": EVENT_NAMES[kind], "text": ""}
     if kind == "reasoning":
         return {"type": kind, "id": f"rs_{id}", "summary": [], "content": [part]}
     content = [{**part, "annotations": [], "logprobs": []}]

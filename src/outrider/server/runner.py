@@ -23,20 +23,20 @@ from ..engine.engine import Engine, Event
 from ..engine.step import Progress, Request
 from ..types import OutriderError
 from .errors import where
-from .outbox import FEW, Item, Outbox
+from .outbox import FEW_STREAMS, Item, Outbox
 from .trim import trim
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # seconds between two searches for unused memory
-DETACHED = 2  # concurrent prompts whose prefill continues after their client left
-WORTH = 256  # tokens left to prefill: with fewer, the prefill is not continued
-ALIKE = 256  # tokens at the beginning by which a retry is recognised
+MAX_DETACHED = 2  # concurrent prompts whose prefill continues after their client left
+MIN_DETACHED_TOKENS = 256  # tokens left to prefill: with fewer, the prefill is not continued
+RETRY_PREFIX_TOKENS = 256  # tokens at the beginning by which a retry is recognised
 # how often progress is published, and logged
 PROGRESS_S = 0.25
 LOG_S = 10.0
 GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
-UNREAD = 128  # unread events per call at which its sequences pause
+MAX_UNREAD_EVENTS = 128  # unread events per call at which its sequences pause
 T = TypeVar("T")
 
 
@@ -47,7 +47,7 @@ class EngineError(Exception):
 class RequestStream:
     """The events of a group of requests (the choices of one call), merged. Closing it aborts what still runs.
 
-    A slow reader pauses its sequences: at `UNREAD` unread events a sequence stops until they are read."""
+    A slow reader pauses its sequences: at `MAX_UNREAD_EVENTS` unread events a sequence stops until they are read."""
 
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
         self._runner = runner
@@ -70,7 +70,7 @@ class RequestStream:
         if not self._items:
             return None
         id, item = self._items.popleft()
-        if self._paused and len(self._items) <= UNREAD // 4:
+        if self._paused and len(self._items) <= MAX_UNREAD_EVENTS // 4:
             for paused in self._paused & self.open:
                 self._runner.pause(paused, False)
             self._paused.clear()
@@ -110,7 +110,7 @@ class RequestStream:
         self._items.append((id, item))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if len(self._items) >= UNREAD and id not in self._paused:
+        if len(self._items) >= MAX_UNREAD_EVENTS and id not in self._paused:
             self._paused.add(id)
             self._runner.pause(id, True)
 
@@ -274,7 +274,7 @@ class Runner:
         self._publish()
         self._deliver(out)
         # Where nothing runs on a device, or there is little to write, now is as good a time as any.
-        if not self._written or len(self._streams) <= FEW:
+        if not self._written or len(self._streams) <= FEW_STREAMS:
             self._outbox.open(len(self._streams))
         else:
             self._outbox.hurry()
@@ -333,13 +333,8 @@ class Runner:
                     log.info("reading a prompt: %d of %d tokens, %.0f tokens/s", done, total, speed)
 
     def _submit(self, request: Request, stream: RequestStream) -> None:
-        if self.detached:  # a retry goes on where the prompt without a client is
-            known = self._engine.progress()
-            begin = (request.namespace, request.prompt[:ALIKE])
-            left = {id: known[id].request for id in self.detached if id in known}
-            self._drop_detached(
-                id for id in self.detached if id not in left or (left[id].namespace, left[id].prompt[:ALIKE]) == begin
-            )
+        if self.detached:
+            self._give_way_to(request)
         try:
             self._engine.submit(request)
         except OutriderError:
@@ -349,14 +344,25 @@ class Runner:
             raise EngineError("the engine could not take this request") from None
         self._streams[request.id] = stream
 
+    def _give_way_to(self, request: Request) -> None:
+        """Drops prompts without a client that have ended, and those that this request is a retry of."""
+        progress = self._engine.progress()
+        begin = (request.namespace, request.prompt[:RETRY_PREFIX_TOKENS])
+        over: list[str] = []
+        for id in self.detached:
+            earlier = progress[id].request if id in progress else None
+            if earlier is None or (earlier.namespace, earlier.prompt[:RETRY_PREFIX_TOKENS]) == begin:
+                over.append(id)
+        self._drop_detached(over)
+
     def _abort(self, id: str, may_detach: bool = False) -> None:
         if self._streams.pop(id, None) is None:
             return  # finished in the meantime
         self._outbox.forget(id)
         try:
-            crowded = len(self.detached) >= DETACHED or self._engine.metrics.waiting
+            crowded = len(self.detached) >= MAX_DETACHED or self._engine.metrics.waiting
             known = self._engine.progress().get(id) if may_detach and self._detached_s > 0 and not crowded else None
-            if known is not None and known.prompt_left >= WORTH:
+            if known is not None and known.prompt_left >= MIN_DETACHED_TOKENS:
                 self.detached[id] = time.monotonic() + self._detached_s
                 log.info("a client left; its prompt is read to the end for a retry")
                 return

@@ -17,14 +17,14 @@ from ..engine.media import VIDEO, VIDEO_PARTS
 from ..types import MAX_DRAFT
 from .grammar_source import Kind
 from .media_fetch import IMAGE, SOUND, MediaKind
-from .spellings import MOST_LOGPROBS, OPENAI, Biases, Integer, Prompts, Texts, Top, spelled
+from .spellings import MAX_LOGPROBS, OPENAI, Biases, Integer, Prompts, Texts, Top, spelled
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
-Likeliest = Annotated[Top, Field(ge=0, le=MOST_LOGPROBS)]
+Likeliest = Annotated[Top, Field(ge=0, le=MAX_LOGPROBS)]
 Role = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # templates may know others than OpenAI's
 TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"  # Anthropic's limit
 ToolName = Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]

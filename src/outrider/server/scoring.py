@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .app import Server
 
 log = logging.getLogger("outrider.server")
-MOST = 2048  # inputs of a call, as OpenAI has it
+MAX_INPUTS = 2048  # inputs of a call, as OpenAI has it
 
 
 async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priority: int = 0) -> None:
@@ -182,7 +182,7 @@ def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:
     """The token ids of each input."""
     inputs = body.input
     bad_if(not inputs or not all(inputs), "The input is empty.", "input")
-    bad_if(len(inputs) > MOST, f"input: {len(inputs)} texts; at most {MOST} can be sent at once.", "input")
+    bad_if(len(inputs) > MAX_INPUTS, f"input: {len(inputs)} texts; at most {MAX_INPUTS} can be sent at once.", "input")
     keep = preparer.kept(body.truncate_prompt_tokens, body.truncation_side)
     for one in inputs if keep is None else ():
         preparer.check_length(one, "input")

@@ -12,7 +12,7 @@ from typing import Annotated
 from ..types import OutriderError, bad_input, require
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LEAST = {"max_concurrent": 1, "max_connections": 1, "max_body": 1024}
+MIN_VALUES = {"max_concurrent": 1, "max_connections": 1, "max_body": 1024}
 NOT_NEGATIVE = ("max_queued", "max_prompt", "shutdown_grace", "finish_prompts")
 
 
@@ -67,7 +67,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         require(bool(self.model_name), "the served model needs a name")
         require(0 <= self.port <= 65535, f"--port must be in 0..65535, got {self.port}")
-        for name, least in {**LEAST, **dict.fromkeys(NOT_NEGATIVE, 0)}.items():
+        for name, least in {**MIN_VALUES, **dict.fromkeys(NOT_NEGATIVE, 0)}.items():
             value = getattr(self, name)
             require(value >= least, f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         for name in ("timeout", "request_timeout", "idle_timeout", "stall_timeout", "keep_prefixes"):

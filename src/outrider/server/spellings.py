@@ -31,8 +31,8 @@ OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"best_of": (1,), "suffix": ("",)}
 UNCHANGED: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 OPENAI: Mapping[str, float] = {"temperature": DEFAULT_TEMPERATURE}
 OLLAMA: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
-MOST_LOGPROBS = 20
-MOST_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 
 
 def whole(value: object) -> object:
@@ -45,7 +45,7 @@ Integer = Annotated[int, BeforeValidator(whole)]
 
 def top(value: object) -> object:
     """vLLM's -1: as many as the server reports."""
-    return MOST_LOGPROBS if value == -1 else whole(value)
+    return MAX_LOGPROBS if value == -1 else whole(value)
 
 
 Top = Annotated[int, BeforeValidator(top)]  # how many of the likeliest tokens
@@ -54,8 +54,8 @@ Top = Annotated[int, BeforeValidator(top)]  # how many of the likeliest tokens
 def biases(value: object) -> object:
     """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]] (false: never) as one map."""
     pairs = list(value.items()) if isinstance(value, dict) else value
-    if not isinstance(pairs, list) or len(pairs) > MOST_BIASES:
-        raise ValueError(f"must be an object or a list of pairs, at most {MOST_BIASES} of them")
+    if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
+        raise ValueError(f"must be an object or a list of pairs, at most {MAX_BIASES} of them")
     out: dict[int | str, float | bool] = {}
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

@@ -20,10 +20,10 @@ from .answer import Json
 from .errors import ApiError, bad
 from .multipart import FormPart
 
-MOST_FILES = 256
-MOST_FILE_BYTES = 256 << 20
-MOST_RESPONSES = 1024
-MOST_RESPONSE_BYTES = 64 << 20
+MAX_FILES = 256
+MAX_FILE_BYTES = 256 << 20
+MAX_RESPONSES = 1024
+MAX_RESPONSE_BYTES = 64 << 20
 
 
 TAGGED_ID = re.compile(r"(?:file-|batch_|resp_)([0-9a-f]{8})-[0-9a-f]+")
@@ -110,8 +110,8 @@ class FileStore(ClientStore[StoredFile]):
         return sum(file.size for file in self._of.values())
 
     def new(self, client: str, name: str, purpose: str) -> StoredFile:
-        if len(self._of) >= MOST_FILES:
-            message = f"{MOST_FILES} files are stored here, which is all there is room for: delete some."
+        if len(self._of) >= MAX_FILES:
+            message = f"{MAX_FILES} files are stored here, which is all there is room for: delete some."
             raise ApiError(413, message, code="storage_full")
         path = Path(self._folder.name) / uuid.uuid4().hex
         file = StoredFile(client, name[:200], purpose, path=path, id=stored_id("file-", self.tag))
@@ -119,8 +119,8 @@ class FileStore(ClientStore[StoredFile]):
         return file
 
     def append(self, file: StoredFile, data: bytes) -> None:
-        if self.total_bytes + len(data) > MOST_FILE_BYTES:
-            message = f"The stored files would take more than {MOST_FILE_BYTES >> 20} MiB together: delete some."
+        if self.total_bytes + len(data) > MAX_FILE_BYTES:
+            message = f"The stored files would take more than {MAX_FILE_BYTES >> 20} MiB together: delete some."
             raise ApiError(413, message, code="storage_full")
         with file.path.open("ab") as out:
             out.write(data)
@@ -172,12 +172,12 @@ class ResponseStore:
 
     def put(self, client: str, messages: list[Json], items: list[Json], response: Json) -> None:
         text = json.dumps([messages, items, response])
-        if len(text) > MOST_RESPONSE_BYTES:
+        if len(text) > MAX_RESPONSE_BYTES:
             return
         with self._lock:
             self._of[client, str(response["id"])] = text
             self.bytes += len(text)
-            while len(self._of) > MOST_RESPONSES or self.bytes > MOST_RESPONSE_BYTES:
+            while len(self._of) > MAX_RESPONSES or self.bytes > MAX_RESPONSE_BYTES:
                 self.bytes -= len(self._of.popitem(last=False)[1])
 
     def get(self, client: str, id: str, param: str | None = None) -> StoredResponse:

@@ -17,7 +17,7 @@ from tests.waiting import PATIENCE
 from outrider.cluster.ingress import Forward, Ingress, ReplicaLost, ReplicaRefused
 from outrider.cluster.owner import owner_of, replica_tag
 from outrider.cluster.replica import Replica
-from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
+from outrider.cluster.totals import MAX_GONE, Snapshot, Totals
 from outrider.server.batch import receiving
 from outrider.server.errors import MAX_MEMBERS
 from outrider.server.model_info import ServedModel
@@ -268,11 +268,11 @@ def test_metrics_are_each_replicas_and_their_sum() -> None:
 def test_counts_of_many_that_are_gone_become_one_sum() -> None:
     totals = Totals()
     own = CollectorRegistry()
-    for i in range(MOST_GONE + 40):
+    for i in range(MAX_GONE + 40):
         text = "# HELP outrider_steps_total x\n# TYPE outrider_steps_total counter\noutrider_steps_total 2.0\n"
         page = totals.text([Snapshot(f"r{i}", True, 0, text)], own).decode()
         assert f"outrider_steps_total {2.0 * (i + 1)}" in page.splitlines()
-    assert len(totals._last) == MOST_GONE + 1
+    assert len(totals._last) == MAX_GONE + 1
 
 
 # ---- what replicas store

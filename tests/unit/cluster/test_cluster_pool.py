@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.server.batch import (
-    MOST_DEATHS,
+    MAX_DEATHS,
     BatchFile,
     BatchLine,
     BatchProgress,
@@ -93,7 +93,7 @@ def test_every_line_once_whoever_dies(tmp_path: Path, seed: int) -> None:
 def test_a_line_that_kills_gets_a_result_and_the_others_theirs(tmp_path: Path) -> None:
     make = Makers(*(flaky(i, poison="p40") for i in range(9)))
     progress, rows = run(written(tmp_path, 60), tmp_path / "out.jsonl", make, workers=2, most=1)
-    assert make.made == 1 + MOST_DEATHS and progress.failed == 3
+    assert make.made == 1 + MAX_DEATHS and progress.failed == 3
     [told] = [r for r in rows if r["custom_id"] == "r40"]
     assert told["response"]["status_code"] == 500 and "3 workers were lost" in json.dumps(told)  # type: ignore[index]
 
@@ -129,8 +129,8 @@ def test_workers_that_are_all_lost_while_loading_end_the_run_and_results_stay(tm
     source = written(tmp_path, 12)
     out = tmp_path / "out.jsonl"
     make = Makers(flaky(5, poison="p2"), None)
-    with pytest.raises(OutriderError, match=f"{MOST_DEATHS} workers in a row were lost while loading"):
+    with pytest.raises(OutriderError, match=f"{MAX_DEATHS} workers in a row were lost while loading"):
         run(source, out, make, workers=1, most=1)
-    assert make.made == 1 + MOST_DEATHS
+    assert make.made == 1 + MAX_DEATHS
     kept = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["response"]["status_code"] for r in kept if not r["error"]] == [200, 200]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from outrider.cluster.prefix import BLOCK, PrefixMap, prefix_keys, rank
+from outrider.cluster.prefix import BLOCK_BYTES, PrefixMap, prefix_keys, rank
 
 
 def body(*texts: str, **more: object) -> bytes:
@@ -22,7 +22,7 @@ def test_keys_are_those_of_the_beginning() -> None:
     assert (
         not prefix_keys(body("short")) and not prefix_keys(b"") and not prefix_keys(b'{"model": "' + b"x" * 999 + b'"}')
     )
-    assert len(prefix_keys(b'{"prompt": "' + b"x" * 10 * BLOCK)) == 10
+    assert len(prefix_keys(b'{"prompt": "' + b"x" * 10 * BLOCK_BYTES)) == 10
 
 
 def test_the_longest_beginning_wins_and_the_dead_are_forgotten() -> None:

@@ -19,7 +19,7 @@ from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from outrider.engine.metrics import Metrics
 from outrider.server import model_pool as pool_module
 from outrider.server import trim as trim_module
-from outrider.server.app import BIG_BODY, Server, create_app
+from outrider.server.app import LARGE_BODY_BYTES, Server, create_app
 from outrider.server.batch import BatchLine, answered
 from outrider.server.errors import ApiError
 from outrider.server.model_info import ServedModel
@@ -257,7 +257,7 @@ def test_what_was_frozen_goes_when_its_model_is_put_back() -> None:
             gc.unfreeze()
 
 
-LARGE = "word " * (BIG_BODY // 4)
+LARGE = "word " * (LARGE_BODY_BYTES // 4)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_server_that_closes_loads_nothing() -> None:
     [
         ({}, False),
         ({"content-length": "12"}, False),
-        ({"content-length": str(BIG_BODY + 1)}, True),
+        ({"content-length": str(LARGE_BODY_BYTES + 1)}, True),
         ({"transfer-encoding": "chunked"}, True),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.engine.engine import Event
-from outrider.server.outbox import FEW, Outbox
+from outrider.server.outbox import FEW_STREAMS, Outbox
 from outrider.server.runner import EngineError
 
 
@@ -51,7 +51,7 @@ async def tell(streams: int, steps: int, logprobs: bool = False) -> list[list[An
 
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_nothing_is_lost_or_out_of_order_where_many_are_open(logprobs: bool) -> None:
-    for items in asyncio.run(tell(FEW + 8, 50, logprobs)):
+    for items in asyncio.run(tell(FEW_STREAMS + 8, 50, logprobs)):
         assert [t for e in items for t in e.tokens] == list(range(50))
         assert "".join(t for e in items for t in e.texts) == "".join(f" {i}" for i in range(50))
         assert all(len(e.kinds) == len(e.tokens) == len(e.texts) for e in items)
@@ -70,7 +70,7 @@ async def now(calls: list[Any]) -> None:
 
 
 def test_what_waits_is_bundled_where_many_are_open_and_only_there() -> None:
-    for streams, bundled in ((FEW, False), (FEW + 1, True)):
+    for streams, bundled in ((FEW_STREAMS, False), (FEW_STREAMS + 1, True)):
         heard = [Heard() for _ in range(streams)]
         calls = list[Any]()
         box = Outbox(calls.append)
@@ -87,7 +87,7 @@ def test_what_waits_is_bundled_where_many_are_open_and_only_there() -> None:
 def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end_come_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard = [Heard() for _ in range(4 * FEW)]
+    heard = [Heard() for _ in range(4 * FEW_STREAMS)]
     calls = list[Any]()
     at = [0.0]
     box = Outbox(calls.append)
@@ -104,8 +104,8 @@ def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end
         asyncio.run(now(calls))
         return [i for i, one in enumerate(heard) if len(one.items) > before[i]]
 
-    old = range(3 * FEW)
-    new = range(3 * FEW, 4 * FEW)
+    old = range(3 * FEW_STREAMS)
+    new = range(3 * FEW_STREAMS, 4 * FEW_STREAMS)
     turns = [step(number, old) for number in range(60)]
     assert all(0 < len(turn) < len(old) for turn in turns[5:]), "a window is not for everybody"
     for i in old:
@@ -120,7 +120,7 @@ def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end
 
 
 def test_an_error_ends_a_stream_behind_what_was_said() -> None:
-    heard = [Heard() for _ in range(FEW + 1)]
+    heard = [Heard() for _ in range(FEW_STREAMS + 1)]
     calls = list[Any]()
     box = Outbox(calls.append)
     box.add([(one, str(i), said(str(i), 7)) for i, one in enumerate(heard)])
@@ -142,7 +142,7 @@ def test_of_requests_that_were_aborted_nothing_is_kept() -> None:
 
 
 def test_those_who_begin_or_end_need_no_window() -> None:
-    heard = [Heard() for _ in range(FEW + 4)]
+    heard = [Heard() for _ in range(FEW_STREAMS + 4)]
     calls = list[Any]()
     box = Outbox(calls.append)
     box.add([(one, str(i), said(str(i), 0)) for i, one in enumerate(heard)])
@@ -151,7 +151,7 @@ def test_those_who_begin_or_end_need_no_window() -> None:
     box.add([(one, str(i), said(str(i), 1, "stop" if i == 7 else None)) for i, one in enumerate(heard)])
     box.hurry()
     asyncio.run(now(calls))
-    assert [len(one.items) for one in heard] == [2 if i == 7 else 1 for i in range(FEW + 4)]
+    assert [len(one.items) for one in heard] == [2 if i == 7 else 1 for i in range(FEW_STREAMS + 4)]
     box.hurry()
     assert not calls
 
