@@ -122,12 +122,13 @@ class LoadSettings:
         "Given twice: an MTP and a block drafter, of which every cycle uses the faster one.",
     ] = "auto"
     draft_tokens: Annotated[
-        int | str | None, "Draft tokens per cycle, 0..16; 0: plain decoding; auto: whatever pays, decided every cycle."
+        int | str | None,
+        "Draft tokens per cycle, 0..16; 0: plain decoding; auto: the fastest K, chosen before every cycle.",
     ] = "auto"
-    tree: Annotated[int | str | None, "Maximum tokens per draft tree, 2..16; off: chains; auto: where it pays."] = (
+    tree: Annotated[int | str | None, "Maximum tokens per draft tree, 2..16; off: no branches; auto: if it pays."] = (
         "auto"
     )
-    device: Annotated[str | None, "cpu or cuda. Default: cuda where there is one."] = None
+    device: Annotated[str | None, "cpu or cuda. Default: cuda if there is a GPU."] = None
     dtype: Annotated[
         str | None,
         "Data type of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.",

@@ -38,8 +38,8 @@ class BatchOptions:
 def batch(asked: BatchOptions, load: LoadSettings) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.
 
-    Killed or stopped, the same command goes on where it was: no line is answered twice, none is lost. A line that can't
-    be answered gets a result that says why. With --ray the same, by several engines; an engine that dies is replaced.
+    After a stop or a kill the same command resumes: no line is answered twice, none is lost. A line that can't be
+    answered gets a result that says why. With --ray several engines share the file; one that dies is replaced.
 
     Example: outrider batch requests.jsonl --out results.jsonl
     """

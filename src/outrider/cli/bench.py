@@ -29,7 +29,7 @@ class BenchOptions:
     suite: Annotated[str, "quick (47 prompts) | full (800 more) | a .jsonl file."] = "quick"
     drafters: Annotated[str, "Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL."] = "auto"
     draft_tokens: Annotated[str, "Comma-separated: 0 (plain decoding), 1..16, auto."] = "0,4,auto"
-    tree: Annotated[str, "Maximum tokens per draft tree, comma-separated: 2..16; off; auto (where it pays)."] = "auto"
+    tree: Annotated[str, "Maximum tokens per draft tree, comma-separated: 2..16; off; auto (if it pays)."] = "auto"
     temperature: Annotated[str, "Temperatures, comma-separated; 0 is greedy."] = "0"
     batch: Annotated[str, "Sequences at once, comma-separated."] = "1"
     against: Annotated[str, "Comma-separated: transformers, llama-cpp, where they are installed."] = ""

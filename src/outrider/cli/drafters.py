@@ -72,7 +72,7 @@ def eval_drafter(
     card: Annotated[bool, typer.Option("--card", help="Write acceptance.json into the drafter's folder.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
-    """Acceptance by position and by category, tokens per cycle for K = 1..16, and the K that should be fastest."""
+    """Measure a drafter: acceptance by position and by category, tokens per cycle for K = 1..16, and the fastest K."""
     from ..ops import place
     from ..train.tools import evaluate_drafter
 

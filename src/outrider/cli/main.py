@@ -107,7 +107,7 @@ def run() -> int:
         message = " ".join(error.format_message().split()).rstrip(".")
         if message:
             origin = common.origin_of(message, named, sys.argv[1:])
-            advice = origin or f": `{command} --help` lists what there is"
+            advice = origin or f" (see `{command} --help`)"
             print(f"outrider: {message}{advice}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):

@@ -44,11 +44,11 @@ class ServeOptions:
 def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: LoadSettings) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
 
-    Where a request says nothing of sampling, the model's generation_config.json does (temperature, top-p, top-k,
-    min-p); else the temperature is 0.7, on Ollama's routes 0.8 with top-k 40 and top-p 0.9. GET /props tells which.
+    Sampling options that a request leaves out come from the model's generation_config.json. If that has none, the
+    temperature is 0.7; on Ollama's routes it is 0.8 with top-k 40 and top-p 0.9. GET /props shows them.
 
-    Of several models the first is loaded at the start, the others when a request names them; where memory runs
-    short, the one that was used least recently and has no request makes room.
+    If several models are named, the first is loaded at the start and each other one at its first request. When memory
+    runs short, the least recently used model without requests is unloaded.
 
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
