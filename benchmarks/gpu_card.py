@@ -1,14 +1,14 @@
 """One call of the card: the parts below one after the other, each in processes of its own with a time limit.
 
-    PYTHONPATH=src:.:benchmarks python3 benchmarks/gpu_card.py --out DIR [--parts checks,first,cells,adapters]
+    PYTHONPATH=src:.:benchmarks python3 benchmarks/gpu_card.py --out DIR [--parts checks,first,cells,adapters,lora]
         [--seconds 390] [--dry]
 
 checks: the checks of gpu_suite.py in three processes at once (they time nothing). first: gpu_first.py, 12B in bf16 and
 int4, with whatever is compiled so far and once more. cells: engine_throughput.py. adapters: tests/gpu/gpu_lora.py cost
-31B:int4. Everything that a process prints goes to the screen and to DIR/log.txt with the time; its JSON lines and
-verdicts go to DIR/results.jsonl at once, so a run that is cut short leaves what it had. --dry: without a GPU, tiny
-models, to find typing errors before they cost time of the card. A process past its limit is killed, and the next part
-runs. Failing is not the end: the last line says what failed.
+31B:int4. lora: its check of five sizes at once. Everything that a process prints goes to the screen and to DIR/log.txt
+with the time; its JSON lines and verdicts go to DIR/results.jsonl at once, so a run that is cut short leaves what it
+had. --dry: without a GPU, tiny models, to find typing errors before they cost time of the card. A process past its
+limit is killed, and the next part runs. Failing is not the end: the last line says what failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
 LOCK = threading.Lock()
-PARTS = ("checks", "first", "cells", "adapters")
+PARTS = ("checks", "first", "cells", "adapters", "lora")
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,14 @@ def adapter_jobs(dry: bool) -> list[Job]:
     ]
 
 
+def lora_jobs(dry: bool) -> list[Job]:
+    """Run side by side: they time nothing."""
+    sizes = ("E2B", "31B", "26B-A4B", "12B", "31B:int4")
+    if dry:
+        return [Job("lora", "plan", ["tests/gpu/gpu_lora.py", "plan", *sizes], 60)]
+    return [Job("lora", f"check {size}", ["tests/gpu/gpu_lora.py", "check", size], 240) for size in sizes]
+
+
 def run(job: Job, log: Log, deadline: float) -> None:
     left = deadline - time.perf_counter()
     if left < max(job.needs, 3.0):
@@ -158,7 +166,7 @@ def run(job: Job, log: Log, deadline: float) -> None:
                 log.result(job, json.loads(line))
             except ValueError:
                 log.line(job.name, "not JSON")
-        elif "] ok  " in line or "] FAIL" in line or " -> " in line:
+        elif "] ok  " in line or "] FAIL" in line or " -> " in line or "last bit" in line or "WRONG" in line:
             log.result(job, {"line": line})
     code = process.wait()
     alarm.cancel()
@@ -187,8 +195,9 @@ def main() -> None:
     log = Log(args.out)
     deadline = BEGAN + args.seconds
     for part in parts:
-        if part == "checks":
-            threads = [threading.Thread(target=run, args=(job, log, deadline)) for job in check_jobs(args.dry)]
+        if part in ("checks", "lora"):
+            jobs = check_jobs(args.dry) if part == "checks" else lora_jobs(args.dry)
+            threads = [threading.Thread(target=run, args=(job, log, deadline)) for job in jobs]
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.ngram import NgramIndex
 from ..spec.plan import VerifiedTree
-from ..types import MAX_DRAFT, OutriderError, RequestStats, require
+from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams, require
 from .adapters import AdapterPool
 from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
@@ -199,7 +200,17 @@ class Engine:
         if self.graphs and (drafter is None or drafter.in_graph):
             widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
             budget = self.kv_budget
-            made.append(GraphExecutor(runner, self.can, budget.pass_rows, budget.packed_rows, widths))
+            advice: Mapping[str, Any] = self.tokenizer.files.sampling if self.tokenizer is not None else {}
+            made.append(
+                GraphExecutor(
+                    runner,
+                    self.can,
+                    pass_rows=budget.pass_rows,
+                    packed_rows=budget.packed_rows,
+                    widths=widths,
+                    advised=SamplingParams(**advice),
+                )
+            )
         net, block = (drafter.net, drafter.block_call) if drafter is not None else (None, None)
         cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps, block)
         own = drafter is not None and bool(drafter.kv_specs)

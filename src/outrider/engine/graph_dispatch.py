@@ -17,6 +17,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NEAR_CONTEXT = 2048
 FURTHER = 4
 FAR_BATCH = 16  # sequences for which a server captures the second context at start
+ADVISED_BATCH = 32  # those for which it captures the way of choosing that the model advises
 # steps; sequences that cost about as much as one
 OFTEN = 64
 FEW_SEQS = 8
@@ -66,9 +67,15 @@ def stand_in(there: Iterable[Key], wanted: Key) -> Key | None:
 
 
 def warmup_keys(
-    most: int, furthest: int, rows: int, widths: Sequence[int], drafters: Sequence[str | None] = (None,)
+    most: int,
+    furthest: int,
+    rows: int,
+    widths: Sequence[int],
+    drafters: Sequence[str | None] = (None,),
+    advised: Choosing = "greedy",
 ) -> list[Key]:
-    """A server's steps, those of most rows first, whose memory the others reuse. widths: the K; drafters: of `Key`."""
+    """A server's steps, those of most rows first, whose memory the others reuse. widths: the K; drafters: of `Key`;
+    advised: how requests choose that follow the model's own advice."""
     batches = [*(size for size in BATCHES if size < most), most]
     shapes = [(batch, min(NEAR_CONTEXT, furthest)) for batch in batches]
     far = [batch for batch in batches if batch <= FAR_BATCH and furthest > NEAR_CONTEXT]
@@ -76,14 +83,22 @@ def warmup_keys(
     ways: tuple[Choosing, ...] = ("sampled", "greedy")
     each = [(k, *shape, way) for k in dict.fromkeys(widths) for shape in shapes for way in ways]
     keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]
+    if advised not in ways:
+        near = [key for key in keys if key.choosing == ways[0] and key.context == min(NEAR_CONTEXT, furthest)]
+        keys += [replace(key, choosing=advised) for key in near if key.batch <= ADVISED_BATCH]
     keys = [replace(key, drafter=name) for key in keys for name in (drafters if key.k else (None,))]
     return sorted(keys, key=lambda key: -key.batch * (key.k + 1))
 
 
 def first_keys(
-    most: int, furthest: int, rows: int, widths: Sequence[int], drafters: Sequence[str | None] = (None,)
+    most: int,
+    furthest: int,
+    rows: int,
+    widths: Sequence[int],
+    drafters: Sequence[str | None] = (None,),
+    advised: Choosing = "greedy",
 ) -> list[Key]:
     """Those of `warmup_keys` that the first requests of a program need: one and few sequences, the nearest context."""
     near = min(NEAR_CONTEXT, furthest)
-    keys = warmup_keys(most, furthest, rows, widths, drafters)
+    keys = warmup_keys(most, furthest, rows, widths, drafters, advised)
     return [key for key in keys if key.batch in (1, min(FEW_SEQS, most)) and key.context == near]

@@ -97,8 +97,10 @@ class GraphExecutor(Executor):
         pass_rows: int = 0,
         packed_rows: int = 0,
         widths: abc.Sequence[int] = (0,),
+        advised: SamplingParams = SamplingParams(),
     ):
-        """pass_rows, packed_rows: as `KVBudget` has them. widths: the K that a server's steps will have."""
+        """pass_rows, packed_rows: as `KVBudget` has them. widths: the K that a server's steps will have. advised: how
+        the model's makers sample."""
         drafter = runner.drafter
         assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
         self.runner = runner
@@ -132,6 +134,7 @@ class GraphExecutor(Executor):
         self.names = tuple(member.name for member in members) if len(members) > 1 else (None,)  # as in `Key.drafter`
         drafted = (next(w for w in self.widths if w >= k) for k in widths)
         self._widths = tuple(k for k in drafted if not k or drafter is not None)
+        self._advised = choosing_of([advised])
         self._preparing = False  # this capture is optional: a failure is ignored
         self._slots_version = self._sampling_version = 0  # of adapters' and of sampling's tensors that graphs read
         self.fixed = False  # requests are being served: capture only if no graph fits
@@ -424,7 +427,7 @@ class GraphExecutor(Executor):
     def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         began = self.runner.clock()
         chosen = graph_dispatch.warmup_keys if served else graph_dispatch.first_keys
-        keys = chosen(*self._bounds, self._widths, self.names)
+        keys = chosen(*self._bounds, self._widths, self.names, self._advised)
         slots = self.runner.adapters.slots if self.runner.adapters is not None else None
         if slots is not None and slots.weights:
             keys = [replace(key, adapted=adapted) for key in keys for adapted in (False, True)]

@@ -12,7 +12,7 @@ from tests.engines import mtp_drafter, request, run, run_joining, tiny_engine, t
 from outrider.engine import capture, graph_dispatch
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine, Reporter
-from outrider.engine.graph_dispatch import cheapest_covering, covers, padded, warmup_keys
+from outrider.engine.graph_dispatch import cheapest_covering, covers, first_keys, padded, warmup_keys
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.prefill_graphs import PrefillKey
 from outrider.spec.slot_sampling import SamplingFeatures
@@ -212,6 +212,21 @@ def test_a_server_is_ready_for_every_number_of_sequences() -> None:
     assert cheapest_covering(keys, replace(DRAFTED, batch=16, context=8192)) is not None
     assert max(key.context for key in warmup_keys(72, 512, 2048, (0,))) == 512
     assert {key.batch for key in warmup_keys(96, 512, 2048, (0, 0))} == {1, 2, 4, 8, 16, 32, 64, 96}
+
+
+def test_a_model_that_advises_filters_has_their_graphs() -> None:
+    """Gemma's own temperature 1, top-k 64 and top-p 0.95: every first chat captured its steps."""
+    plain = warmup_keys(256, 32768, 2048, (0, 4))
+    advised = warmup_keys(256, 32768, 2048, (0, 4), advised="head 64")
+    more = set(advised) - set(plain)
+    assert set(plain) < set(advised) and {(key.choosing, key.context) for key in more} == {("head 64", 2048)}
+    assert {(key.batch, key.k) for key in more} == {(b, k) for b in (1, 2, 4, 8, 16, 32) for k in (0, 4)}
+    assert warmup_keys(256, 32768, 2048, (0, 4), advised="sampled") == plain
+    few = first_keys(256, 32768, 2048, (0, 4), advised="head 64")
+    ways = ("greedy", "sampled", "head 64")
+    assert {(key.batch, key.k, key.choosing) for key in few} == {
+        (b, k, w) for b in (1, 8) for k in (0, 4) for w in ways
+    }
 
 
 def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
