@@ -458,9 +458,9 @@ class GraphExecutor(Executor):
         model = self.runner.model
         specs = {replace(layer.attn, kv_layer=0): layer.attn for layer in model.config.layers}
         views = [*map(self._view, keys), *(view for key in passes for view in self.prefill_graphs.views(key))]
-        told = partial(progress, "compiling kernels, once per machine")
+        report = partial(progress, "compiling kernels, once per machine")
         try:
-            model.ops.compile_attention(list(specs.values()), views, model.dtype, told)
+            model.ops.compile_attention(list(specs.values()), views, model.dtype, report)
         except Exception as error:
             log.debug("kernels are compiled as they are needed: %s", error)
 
