@@ -62,17 +62,20 @@ PREFILL = 512
 ROWS = (1, 5, 9, 17, 64)
 NO_HINT = 9
 
-# Variants of tiles.c: name -> (level, definitions). Hints of __builtin_prefetch: 3 first level, 2 second, 0 past all.
+# Variants of tiles.c: name -> (level, definitions)
+TILES = "-DAMX_ROWS=6"
 VARIANTS: dict[str, tuple[str, str]] = {
     BF16: (BF16, ""),
     "amx": ("amx", ""),
-    "amx from 5 rows": ("amx", "-DAMX_ROWS=5"),
-    "amx 16 blocks": ("amx", "-DAMX_BLOCKS=16"),
-    "group L2": (BF16, "-DFEW_ROWS_AHEAD=-1 -DFEW_ROWS_HINT=2"),
-    **{
-        f"{distance} L{4 - hint if hint else 0}": (BF16, f"-DFEW_ROWS_AHEAD={distance} -DFEW_ROWS_HINT={hint}")
-        for distance, hint in ((1024, 3), (2048, 3), (4096, 3), (2048, 2), (4096, 2), (8192, 2), (16384, 2), (2048, 0))
-    },
+    "tiles": ("amx", TILES),
+    "tiles, lag 3": ("amx", f"{TILES} -DAMX_LAG=3"),
+    "tiles, lag 6": ("amx", f"{TILES} -DAMX_LAG=6"),
+    "tiles, lag 12": ("amx", f"{TILES} -DAMX_LAG=12"),
+    "tiles, lag 6, 32 blocks": ("amx", f"{TILES} -DAMX_LAG=6 -DAMX_BLOCKS=32"),
+    "few 4k": (BF16, "-DFEW_ROWS_AHEAD=4096"),
+    "few 8k": (BF16, "-DFEW_ROWS_AHEAD=8192"),
+    "few and more 4k": (BF16, "-DFEW_ROWS_AHEAD=4096 -DMORE_ROWS_AHEAD=4096"),
+    "few and more 8k": (BF16, "-DFEW_ROWS_AHEAD=8192 -DMORE_ROWS_AHEAD=8192"),
 }
 ONE_ROW = tuple(name for name, (level, _) in VARIANTS.items() if level == BF16)
 
@@ -348,8 +351,8 @@ def compute(report: Report, libs: Libraries, levels: Sequence[str]) -> None:
             )
 
 
-def bits(report: Report, libs: Libraries) -> None:
-    both = [libs.ops(name, cpu_ops.default_threads()) for name in ("amx", BF16)]
+def bits(report: Report, libs: Libraries, variant: str) -> None:
+    both = [libs.ops(name, cpu_ops.default_threads()) for name in (variant, BF16)]
     wrong: dict[str, list[int]] = {}
     for kind in FORMATS:
         k = 1280 if BLOCKS[kind][0] == 256 else 1120
@@ -360,12 +363,12 @@ def bits(report: Report, libs: Libraries) -> None:
             if not torch.equal(*answers):
                 wrong.setdefault(kind, []).append(rows)
     kv = [str(ops.kv_dtype(torch.float32)) for ops in both]
-    report("bits", formats=list(FORMATS), equal=not wrong, wrong=wrong, kv=kv)
+    report("bits", variant=variant, formats=list(FORMATS), equal=not wrong, wrong=wrong, kv=kv)
 
 
 def passes(report: Report, libs: Libraries, model: Model, count: int, levels: Sequence[str], full: bool) -> None:
     compiled = {name: model.compiled(libs.ops(name, count)) for name in levels}
-    row_counts = (1, 5, 6, 7, 8, 9, 16, 17, 32, 33, 64) if full else ROWS if count > 2 else ROWS[:-1]
+    row_counts = (1, 2, 5, 9, 12, 16, 17, 24, 32, 48, 64) if full else ROWS if count > 2 else ROWS[:-1]
     for rows in row_counts:
         work = {name: lambda net=net, rows=rows: model.one_pass(net, rows) for name, net in compiled.items()}
         times = in_turn(work, 3 if count > 2 else 1)
@@ -421,7 +424,7 @@ def pinned(count: int, make: Callable[[], CpuOps]) -> CpuOps:
 
 
 def one_row(report: Report, libs: Libraries, model: Model, count: int, full: bool) -> None:
-    names = ONE_ROW if full else (BF16, "group L2", "2048 L1", "4096 L2")
+    names = ONE_ROW if full else (BF16, "few 4k", "few 8k")
     nets = {name: model.compiled(libs.ops(name, count)) for name in names}
     work = {name: lambda net=net: model.one_pass(net, 1) for name, net in nets.items()}
     times = in_turn(work, 6 if count >= 8 else 2 if count > 1 else 1)
@@ -461,6 +464,7 @@ def main() -> None:
         "--threads", default="16,8,1,4,2", help="in the order of measuring; most is measured at the first"
     )
     parser.add_argument("--seconds", type=float, default=170, help="begin nothing after so long")
+    parser.add_argument("--skip", default="", help="of read, products")
     parser.add_argument("--only", choices=("qwen", "e2b"))
     parser.add_argument("--build", metavar="FOLDER", help="keep objects and models there, and use what is there")
     parser.add_argument("--out", default=os.environ.get("OUT"))
@@ -475,7 +479,7 @@ def main() -> None:
     if lacking:
         report("absent", level="amx", lacks=sorted(lacking))
     levels = [BF16] if lacking else ["amx", BF16]
-    tuned = levels if lacking else [*levels, "amx from 5 rows", "amx 16 blocks"]
+    tuned = levels if lacking else [*levels, *(name for name in VARIANTS if name.startswith("tiles"))]
     counts = [n for n in map(int, args.threads.split(",")) if n <= cpu_ops.default_threads()]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.build or scratch)
@@ -486,12 +490,13 @@ def main() -> None:
         paths = {name: written(name, folder) for name in models}
         libs.paths[BF16].result()
         report("compiled", elapsed_s=round(report.elapsed, 1))
-        reading(report, libs, counts)
-        barriers(report, libs, counts)
+        if "read" not in args.skip:
+            reading(report, libs, counts)
+            barriers(report, libs, counts)
         for name in names:
             libs.paths[name].result()
-        if not lacking:
-            bits(report, libs)
+        for name in [] if lacking else [name for name in tuned if name != BF16]:
+            bits(report, libs, name)
         compute(report, libs, tuned)
         held = []
         for name in models:
@@ -507,7 +512,8 @@ def main() -> None:
                     continue
                 full = count == counts[0]
                 one_row(report, libs, model, count, full or (model.name == "qwen" and count == 1))
-                split(report, libs, model, count, levels)
+                if "products" not in args.skip:
+                    split(report, libs, model, count, levels)
                 passes(report, libs, model, count, tuned if full else levels, full)
                 gc.collect()
     report("done", elapsed_s=round(report.elapsed, 1))

@@ -32,7 +32,7 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "emulated":
             digest = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:8]
-            flags = f"{build.FLAGS['avx512bf16']} -include {EMULATION} -DEMULATION_{digest}"
+            flags = f"{build.FLAGS['avx512bf16']} -include {EMULATION} -DEMULATION_{digest} -DAMX_ROWS=6"
             patch.setitem(build.FLAGS, "amx", flags)
             patch.setitem(build.NEEDS, "amx", build.NEEDS["avx512bf16"])
             patch.setattr(build, "request_tiles", lambda: None)

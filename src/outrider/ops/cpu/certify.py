@@ -44,7 +44,7 @@ FORMATS = {
     "MXFP4": (),
 }
 SERVES_WHEN = {
-    "amx": "Intel's tiles from 6 rows on; fewer rows and attention as avx512bf16",
+    "amx": "Intel's tiles from 33 rows on; fewer rows and attention as avx512bf16",
     "avx512bf16": "nine rows in a tile; attention in pairs of bfloat16",
     "avx512": "nine rows in a tile",
     "avxvnni": "five rows in a tile, products of bytes",

@@ -35,7 +35,7 @@ typedef struct { /* R rows of activations, quantised and as they were */
 #define BLOCK_ROWS 128 /* activation rows that stay in the second-level cache while weights pass by */
 #if ISA_AMX
 #ifndef AMX_ROWS
-#define AMX_ROWS 6 /* from here on tiles are faster than registers; either has the same bits */
+#define AMX_ROWS 33 /* from here on tiles are faster than registers; either has the same bits */
 #endif
 #define STEP_ROWS BLOCK_ROWS /* rows of a call: a group is decoded once for all of them */
 #else

@@ -6,7 +6,7 @@
  * tile_avx512.h, with the same roundings: a row's bits do not depend on which of the two computed it.
  *
  * Rows are cut into equal tiles; the last one begins early enough to end with the last row, so some rows are computed twice. While a tile
- * multiplies, the answers of the one before the last are scaled: `answers` has room for four.
+ * multiplies, the answers of AMX_LAG steps before are scaled.
  */
 #pragma once
 
@@ -24,8 +24,12 @@
 
 #define TILE_HEIGHT 16 /* rows of activations in a tile */
 #ifndef AMX_BLOCKS
-#define AMX_BLOCKS 32  /* decoded at a time: 20 KB next to as much of the activations in the first-level cache */
+#define AMX_BLOCKS 16 /* decoded at a time: 10 KB next to as much of the activations in the first-level cache */
 #endif
+#ifndef AMX_LAG
+#define AMX_LAG 2 /* steps from a product to its scales: a load waits until the tile's store has left the pipeline */
+#endif
+#define AMX_ANSWERS (AMX_LAG < 4 ? 4 : AMX_LAG < 8 ? 8 : 16)
 
 typedef struct { /* as LDTILECFG reads it */
     uint8_t palette, start_row, reserved[14];
@@ -128,21 +132,24 @@ INLINE void amx_multiply(int n, const int8_t *x, int64_t ldx, const int8_t *code
 
 /* columns: of a step; minima: blocks have zero points; MT: rows. All three are constants. */
 INLINE void amx_tile(int columns, int minima, int MT, const AmxTile *t) {
-    enum { LAG = 2 }; /* steps from a product to its scales */
-    _Alignas(64) int32_t answers[4][TILE_HEIGHT][LANES];
+    _Alignas(64) int32_t answers[AMX_ANSWERS][TILE_HEIGHT][LANES];
     const int halves = 32 / columns, steps = t->steps;
     const int64_t ldx = t->ldx, ldblk = t->ldblk;
     vf sum[TILE_HEIGHT];
     UNROLL for (int m = 0; m < MT; m++) sum[m] = t->from ? vf_load(t->from + LANES * m) : vf_set(0.0f);
-    for (int base = 0; base < steps + LAG; base += 4) {
+    for (int base = 0; base < steps + AMX_LAG; base += 4) {
         UNROLL for (int n = 0; n < 4; n++) {
-            const int now = base + n, then = now - LAG;
-            if (now < steps) amx_multiply(n, t->x + (int64_t)columns * now, ldx, t->codes + (int64_t)columns * 16 * now, answers[n][0]);
+            const int now = base + n, then = now - AMX_LAG;
+            if (now < steps) {
+                const int8_t *x = t->x + (int64_t)columns * now, *codes = t->codes + (int64_t)columns * 16 * now;
+                amx_multiply(n, x, ldx, codes, answers[now % AMX_ANSWERS][0]);
+            }
             if (then < 0 || then >= steps) continue;
             const vf d = vf_load(t->scale[then / halves][then % halves]);
             const Blk *row = t->blk + then / halves;
+            const int32_t(*answer)[LANES] = (const int32_t(*)[LANES])answers[then % AMX_ANSWERS];
             UNROLL for (int m = 0; m < MT; m++, row += ldblk)
-                sum[m] = vf_fma(vf_mul(vi_to_float(vi_load(answers[(n + 2) % 4][m])), vf_set(row->d)), d, sum[m]);
+                sum[m] = vf_fma(vf_mul(vi_to_float(vi_load(answer[m])), vf_set(row->d)), d, sum[m]);
             if (!minima) continue;
             const vf zero_point = vf_load(columns == 16 ? t->zero[then / 2][then % 2] : t->scale[then][1]);
             row = t->blk + then / halves;

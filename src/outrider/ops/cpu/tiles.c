@@ -86,11 +86,19 @@ static void dense_tile(const Weight *w, int g, const QActs *a, int m0, int mc, f
     MORE_CASES(kind)                                                \
     }
 #if ISA_AMX
-#define MANY_ROWS(kind) if (mc >= AMX_ROWS) { amx_group(kind, w, g, a, m0, mc, tile); return; }
+/* Rows that no tile of the processor serves are cut as AVX-512 alone cuts them. */
+#define TILE_OF(K)                                                                                          \
+    static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int all, float *tile) {            \
+        if (all >= AMX_ROWS) { amx_group(K, w, g, a, m0, all, tile); return; }                              \
+        for (int left = all, mc; left > 0; left -= mc, m0 += mc, tile += (int64_t)mc * LANES) {             \
+            mc = left < TILE_ROWS ? left : TILE_ROWS;                                                       \
+            TILE_CASES(K)                                                                                   \
+        }                                                                                                   \
+    }
 #else
-#define MANY_ROWS(kind)
+#define TILE_OF(K)                                                                                          \
+    static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) { TILE_CASES(K) }
 #endif
-#define TILE_OF(K) static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) { MANY_ROWS(K) TILE_CASES(K) }
 TILE_OF(W_Q4M) TILE_OF(W_Q4) TILE_OF(W_Q8) TILE_OF(W_Q5) TILE_OF(W_Q5M)
 TILE_OF(W_Q4K) TILE_OF(W_Q5K) TILE_OF(W_Q6K) TILE_OF(W_IQ4) TILE_OF(W_T4)
 TILE_OF(W_Q2K) TILE_OF(W_T3) TILE_OF(W_T3H) TILE_OF(W_F4)
