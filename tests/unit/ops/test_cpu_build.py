@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -425,3 +426,22 @@ def test_what_a_failed_compiler_started_is_ended(tmp_path: Path) -> None:
         build._run([["/bin/sh", "-c", script]], str(tmp_path))
     state = Path(f"/proc/{int(left.read_text())}/stat")
     until(lambda: not state.exists() or state.read_text().split()[2] == "Z")
+
+
+@pytest.mark.parametrize("level", build.WHEEL_LEVELS.get(platform.machine(), ()))
+def test_the_sources_have_no_warnings(level: str) -> None:
+    """Every level by the compiler at hand, also those that this processor cannot run. `-w` hid 30 places."""
+    cc = build.compiler()
+    flags = [*build.COMMON.split(), *build.FLAGS[level].split()]
+    assert "-w" not in flags
+    for unit in build.UNITS:
+        command = [
+            cc,
+            *flags,
+            *["-O0", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-psabi", "-Werror"],
+            str(build.HERE / unit),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if "unrecognized command" in done.stderr or "unknown argument" in done.stderr:
+            pytest.skip(f"{cc} does not know {level}")
+        assert done.returncode == 0, done.stderr[:2000]

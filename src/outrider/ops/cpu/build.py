@@ -60,7 +60,7 @@ WHEEL_LEVELS = {
     "aarch64": ("i8mm", "dotprod", "generic"),
 }
 # No contraction: a sum must round the same in every tile it is part of.
-COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter -w"
+COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter"
 # Linux's system call, its request for the use of an extended register state, and the number of the tile registers
 ARCH_PRCTL = 158
 ARCH_REQ_XCOMP_PERM = 0x1023
