@@ -18,39 +18,53 @@ static void expect(int good, const char *what, int kind, int rows) {
 }
 
 /* Random rows as a file would hold them, with sane scales */
-static void random_rows(int kind, int n, int k, uint8_t *to) {
-    const size_t bytes = raw_bytes(kind), blocks = (size_t)n * (k / 32 / k_blocks(kind));
+static int blocks_of_row(int type, int k) { return k / 32 / k_blocks(file_types[type].kind); }
+static void random_rows(int type, int n, int k, uint8_t *to) {
+    const size_t bytes = file_types[type].bytes, blocks = (size_t)n * blocks_of_row(type, k);
+    const int at = type == F_Q6_K ? 208 : type == F_Q3_K ? 108 : type == F_Q2_K ? 80 : type == F_TQ1_0 ? 52 : type == F_TQ2_0 ? 64 : 0;
     for (size_t b = 0; b < blocks; b++) {
         uint8_t *p = to + b * bytes;
         for (size_t i = 0; i < bytes; i++) p[i] = (uint8_t)random32();
         const uint16_t d = float_half(0.001f + 0.01f * (float)(random32() & 255) / 256.0f), m = float_half(-0.05f);
-        memcpy(p + (kind == W_Q6K ? 208 : 0), &d, 2);
-        if (kind == W_Q4M || kind == W_Q5M || kind == W_Q4K || kind == W_Q5K) memcpy(p + 2, kind == W_Q4M || kind == W_Q5M ? &m : &d, 2);
+        if (type == F_IQ1_M) for (int i = 0; i < 4; i++) p[49 + 2 * i] = (uint8_t)((p[49 + 2 * i] & 15) | ((d >> 4 * i) & 15) << 4);
+        else if (type == F_MXFP4) p[0] = (uint8_t)(118 + (random32() & 3));
+        else memcpy(p + at, &d, 2);
+        if (k_min(file_types[type].kind) && at != 52 && at != 64) memcpy(p + at + 2, type == F_Q4_1 || type == F_Q5_1 ? &m : &d, 2);
     }
 }
-static Weight packed(ThreadPool *pool, int kind, int n, int k, const uint8_t *rows) {
-    Weight w = {kind, n, k, 0, calloc(1, (size_t)or_packed_bytes(kind, n, k, 0)), calloc(1, (size_t)or_packed_bytes(kind, n, k, 1))};
-    or_pack(pool, &w, 0, rows, (int64_t)(k / 32 / k_blocks(kind)) * raw_bytes(kind), n);
+static void random_grids(void) { /* points of the right number and range */
+    static uint8_t points[GRIDS][2048 * 8];
+    const uint8_t *grids[GRIDS];
+    for (int g = 0; g < GRIDS; g++) {
+        for (int i = 0; i < 2048 * 8; i++) points[g][i] = (uint8_t)(random32() % (g < G_IQ3_XXS ? 3 : 8));
+        grids[g] = points[g];
+    }
+    or_grids(grids);
+}
+static Weight packed(ThreadPool *pool, int type, int n, int k, const uint8_t *rows) {
+    const int kind = or_file_kind(type);
+    Weight w = {kind, n, k, or_file_table(type), calloc(1, (size_t)or_packed_bytes(kind, n, k, 0)), calloc(1, (size_t)or_packed_bytes(kind, n, k, 1))};
+    or_pack(pool, &w, type, 0, rows, (int64_t)blocks_of_row(type, k) * file_types[type].bytes, n);
     return w;
 }
 
 enum { N = 48, K = 512, R = 11 };
 
-static void check_format(ThreadPool *one, ThreadPool *three, int kind) {
+static void check_format(ThreadPool *one, ThreadPool *three, int type) {
     static float x[R * K], all[R * N], alone[N], row[K], same[K];
     static int8_t q[K];
     static int16_t wide[K];
     static Blk blk[K / 32];
     const QActs acts = {.k = K, .q = q, .blk = blk, .wide = wide};
-    uint8_t *file = malloc((size_t)N * (K / 32 / k_blocks(kind)) * raw_bytes(kind));
-    random_rows(kind, N, K, file);
-    Weight w = packed(three, kind, N, K, file), in_file = {W_FILE, N, K, kind, file, NULL};
+    uint8_t *file = malloc((size_t)N * blocks_of_row(type, K) * file_types[type].bytes);
+    random_rows(type, N, K, file);
+    Weight w = packed(three, type, N, K, file), in_file = {W_FILE, N, K, type, file, NULL};
     for (int i = 0; i < R * K; i++) x[i] = normal();
     or_linear(one, &w, x, R, NULL, all);
     for (int n = 0; n < N; n++) {
         weight_row(&w, n, row);
         weight_row(&in_file, n, same);
-        expect(!memcmp(row, same, sizeof row), "a packed row is the file's", kind, 1);
+        expect(!memcmp(row, same, sizeof row), "a packed row is the file's", type, 1);
         for (int r = 0; r < R; r++) {
             double want = 0, reach = 0;
             quantize_row(x + r * K, K, &acts, 0);
@@ -59,17 +73,17 @@ static void check_format(ThreadPool *one, ThreadPool *three, int kind) {
                 want += term;
                 reach += fabs(term);
             }
-            expect(fabs(all[r * N + n] - want) <= 2e-6 * reach + 1e-6, "a product is right", kind, R);
+            expect(fabs(all[r * N + n] - want) <= 2e-6 * reach + 1e-6, "a product is right", type, R);
         }
     }
     for (int rows = 1; rows <= R; rows++) {
         static float some[R * N];
         or_linear(three, &w, x, rows, NULL, some);
-        expect(!memcmp(some, all, (size_t)rows * N * 4), "rows in other company have the same bits", kind, rows);
+        expect(!memcmp(some, all, (size_t)rows * N * 4), "rows in other company have the same bits", type, rows);
     }
     for (int r = 0; r < R; r++) {
         or_linear(one, &w, x + r * K, 1, NULL, alone);
-        expect(!memcmp(alone, all + r * N, sizeof alone), "a row alone has the same bits", kind, 1);
+        expect(!memcmp(alone, all + r * N, sizeof alone), "a row alone has the same bits", type, 1);
     }
     free(file);
 }
@@ -78,12 +92,12 @@ static void check_experts(ThreadPool *one, ThreadPool *three) {
     enum { E = 5, H = 256, I = 64, TOP = 2 };
     static float x[R * H], all[R * H], some[R * H], router[E * H], scale[E];
     uint8_t *up = malloc((size_t)E * 2 * I * H), *down = malloc((size_t)E * H * I);
-    random_rows(W_Q4K, E * 2 * I, H, up);
-    random_rows(W_Q4, E * H, I, down);
+    random_rows(F_Q4_K, E * 2 * I, H, up);
+    random_rows(F_Q4_0, E * H, I, down);
     for (int i = 0; i < R * H; i++) x[i] = normal();
     for (int i = 0; i < E * H; i++) router[i] = normal() * 0.1f;
     for (int i = 0; i < E; i++) scale[i] = 1.0f;
-    Moe m = {{W_DENSE, E, H, DT_F32, router, NULL}, packed(one, W_Q4K, E * 2 * I, H, up), packed(one, W_Q4, E * H, I, down),
+    Moe m = {{W_DENSE, E, H, DT_F32, router, NULL}, packed(one, F_Q4_K, E * 2 * I, H, up), packed(one, F_Q4_0, E * H, I, down),
              NULL, NULL, scale, NULL, NULL, E, TOP};
     or_moe(one, &m, x, x, R, ACT_GELU, all);
     for (int rows = 1; rows <= R; rows++) {
@@ -131,7 +145,8 @@ static void check_attention(ThreadPool *one, ThreadPool *three, int dtype) {
 
 int main(void) {
     ThreadPool *one = or_pool_new(1), *three = or_pool_new(3);
-    for (int kind = W_Q4M; kind <= W_IQ4X; kind++) check_format(one, three, kind);
+    random_grids();
+    for (int type = F_Q4_1; type <= F_MXFP4; type++) check_format(one, three, type);
     check_experts(one, three);
     check_attention(one, three, DT_F16);
     check_attention(one, three, DT_F32);

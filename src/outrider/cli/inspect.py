@@ -73,7 +73,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
             "cpu_bytes": round(sizes.cpu),
             "gpu_bytes": round(sizes.gpu),
         }
-        for how, sizes in stored.held.items()
+        for how, sizes in stored.layouts.items()
     ]
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
@@ -174,10 +174,10 @@ def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
             "weights",
             f"{in_bytes(data['bytes'])}: " + ", ".join(f"{in_bytes(n)} {name}" for name, n in kinds.items()),
         )
-    for held in data["held"]:
-        tensors = f"{held['tensors']} {held['format']} tensor{'s' if held['tensors'] > 1 else ''}"
-        cpu = f"{held['cpu']} on a CPU ({in_bytes(held['cpu_bytes'])})"
-        yield "", f"{tensors}: {cpu}, {held['gpu']} on a GPU ({in_bytes(held['gpu_bytes'])})"
+    for layout in data["held"]:
+        tensors = f"{layout['tensors']} {layout['format']} tensor{'s' if layout['tensors'] > 1 else ''}"
+        cpu = f"{layout['cpu']} on a CPU ({in_bytes(layout['cpu_bytes'])})"
+        yield "", f"{tensors}: {cpu}, {layout['gpu']} on a GPU ({in_bytes(layout['gpu_bytes'])})"
     if data["vision_bytes"]:
         yield "vision", f"{in_bytes(data['vision_bytes'])} in 16 bits for images (--no-vision leaves it out)"
     if data["audio_bytes"]:

@@ -151,14 +151,14 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         if ignored(source, config) and not source.startswith("lm_head."):
             skipped += 1
             continue
-        rank = _pattern(folder, settings, "rank_pattern", module, settings.get("r", 8))
-        alpha = _pattern(folder, settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
+        rank = _pattern(folder, settings, key="rank_pattern", module=module, default=settings.get("r", 8))
+        alpha = _pattern(folder, settings, key="alpha_pattern", module=module, default=settings.get("lora_alpha", 8))
         a, b = _pair(folder, pair, source, sources)
         require(a.shape[0] == rank, f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
         updates[source] = LoraUpdate(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
     if skipped:
         log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
-    _check_complete(folder, settings, updates, sources)
+    _check_complete(folder, settings, updates=updates, sources=sources)
     return LoraFile(updates)
 
 

@@ -60,7 +60,7 @@ def from_folder(path: Path, name: str) -> Files:
 
 def from_gguf(path: Path, name: str) -> Files:
     opened = gguf.read(path)
-    return Files(name, path, gguf_config.hf_config(opened), opened)
+    return Files(name, path, config=gguf_config.hf_config(opened), gguf=opened)
 
 
 def same_tokens(a: Files, b: Files) -> bool:

@@ -141,13 +141,13 @@ class _Reader:
         base = -(-self.at // align) * align
         entries: dict[str, TensorEntry] = {}
         for name, kind, shape, offset in infos:
-            entry = TensorEntry(self.file, kind, shape, base + offset)
+            entry = TensorEntry(self.file, kind, shape=shape, start=base + offset)
             if name in entries:
                 raise self.bad(f"tensor {name!r} is there twice")
             if entry.start + entry.nbytes > self.file.size:
                 raise self.bad(f"tensor {name!r} runs past the end (truncated?)")
             entries[name] = entry
-        return GGUF(self.file.path, meta, entries, header)
+        return GGUF(self.file.path, meta, tensors=entries, header=header)
 
     def tensor_info(self) -> tuple[str, str, tuple[int, ...], int]:
         name = self.name("a tensor's name")

@@ -168,7 +168,7 @@ def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]],
 
     index = file.meta.get("tokenizer.ggml.unknown_token_id")
     unknown = tokens[index] if type(index) is int and index < len(tokens) else None
-    tokenizer = Tokenizer(_bpe(file, tokens, merges, unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(_bpe(file, tokens, merges=merges, unknown=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", prefix))
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])

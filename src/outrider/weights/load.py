@@ -86,7 +86,9 @@ def load(
     how = recipe(files.config, files.name)
     if options.get("load_format") == "dummy":
         rank_config, cuts = divided(config, tp, lambda name: 32 if quantize is not None or how is not None else 1)
-        return rank_config, dummy_weights(config, device, dtype, ops, quantize, options.get("seed", 0), how, cuts)
+        return rank_config, dummy_weights(
+            config, device, dtype=dtype, ops=ops, quantize=quantize, seed=options.get("seed", 0), how=how, cuts=cuts
+        )
     source = open_source(files)
     plans = tensor_plan(config, source.entries)
     pieces = check(source, plans, config, how)
@@ -108,10 +110,10 @@ def load(
             weight = None
             # An MTP drafter's steps read dense matrices, or the one format they are compiled for.
             if not isinstance(config, DrafterConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
-                weight = packed(plan, parts, ops, device, only_looked_up(config, name), halves)
+                weight = packed(plan, parts, ops=ops, device=device, table=only_looked_up(config, name), halves=halves)
             if weight is None:
                 filled = dense(plan, parts, device, dtype, source.plus_one_done)
-                weight = transform(config, name, plan, filled, ops, quantize)
+                weight = transform(config, name, plan=plan, tensor=filled, ops=ops, quantize=quantize)
             for piece in pieces[name]:
                 piece.release()
             weights[name] = weight if keep is None else keep(name, weight)
@@ -287,5 +289,9 @@ def dummy_weights(
         stored = how(plan.sources[0].removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
         whole = stored is not None and plan.shape[-1] % max(1, stored.format.alignment()) == 0  # groups of columns
         rounded = ops.pack_weights([stored.format.quantise(tensor)], device) if stored and whole else None
-        weights[name] = transform(config, name, plan, tensor, ops, quantize) if rounded is None else rounded
+        weights[name] = (
+            transform(config, name, plan=plan, tensor=tensor, ops=ops, quantize=quantize)
+            if rounded is None
+            else rounded
+        )
     return weights

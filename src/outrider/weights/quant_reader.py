@@ -74,31 +74,37 @@ def integers(
             raise OutriderError(f"{where}: its g_idx does not give every group {group} columns")
         values = (halves(tensors["q"]) if bits == 4 else tensors["q"])[..., order]
         tensors |= {"q": (pairs(values) if bits == 4 else values).contiguous(), "order": order.int()}
-    return Weight(IntegerFormat(bits, group, "zero" in tensors, ordered, tensors["scale"].dtype), shape, tensors)
+    return Weight(
+        IntegerFormat(bits, group, has_zero_point="zero" in tensors, ordered=ordered, scale=tensors["scale"].dtype),
+        shape,
+        tensors,
+    )
 
 
 def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> QuantReader:
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         *outer, rows, columns = shape
-        groups = groups_of(where, shape, group, 1, 32 // bits)
-        packed = expect(where, tensors, "weight_packed", (*outer, rows, columns * bits // 32), "int32")
-        scale = expect(where, tensors, "weight_scale", (*outer, rows, groups), FLOATS)
+        groups = groups_of(where, shape, group=group, row_step=1, column_step=32 // bits)
+        packed = expect(where, tensors, name="weight_packed", shape=(*outer, rows, columns * bits // 32), kinds="int32")
+        scale = expect(where, tensors, name="weight_scale", shape=(*outer, rows, groups), kinds=FLOATS)
         fields = {"q": packed.contiguous().view(torch.uint8), "scale": scale}
         if not symmetric:
             if "weight_zero_point" not in tensors:
                 raise OutriderError(f"{where}: its weight_zero_point is missing, and the scheme is not symmetric")
-            zero = expect(where, tensors, "weight_zero_point", (*outer, -(-rows * bits // 32), groups), "int32")
+            zero = expect(
+                where, tensors, name="weight_zero_point", shape=(*outer, -(-rows * bits // 32), groups), kinds="int32"
+            )
             fields["zero"] = unpack(zero.transpose(-1, -2), bits)[..., :rows].transpose(-1, -2).contiguous()
         index = None
         if "weight_g_idx" in tensors and group:
-            index = expect(where, tensors, "weight_g_idx", (columns,), "int32 int64")
+            index = expect(where, tensors, name="weight_g_idx", shape=(columns,), kinds="int32 int64")
             index = index if int(index.min()) >= 0 else None  # -1: it was never set
-        return integers(where, shape, bits, group, fields, index)
+        return integers(where, shape, bits=bits, group=group, tensors=fields, index=index)
 
     name = f"compressed-tensors pack-quantized int{bits} {f'group {group}' if group else 'channel'}"
     optional = ("weight_shape", "weight_zero_point", "weight_g_idx", *ACTIVATION_SCALES)
-    format = IntegerFormat(bits, group, not symmetric, ordered)
-    return QuantReader(name, format, ("weight_packed", "weight_scale"), read, optional)
+    format = IntegerFormat(bits, group, has_zero_point=not symmetric, ordered=ordered)
+    return QuantReader(name, format, suffixes=("weight_packed", "weight_scale"), read=read, optional=optional)
 
 
 def by_columns(method: str, bits: int, group: int, less_one: bool = False, ordered: bool = False) -> QuantReader:
@@ -108,25 +114,37 @@ def by_columns(method: str, bits: int, group: int, less_one: bool = False, order
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         rows, columns = shape
-        groups = groups_of(where, shape, group, each, 1 if is_awq else each)
+        groups = groups_of(where, shape, group=group, row_step=each, column_step=1 if is_awq else each)
 
         def words_of_rows(name: str, count: int) -> Tensor:
-            values = unpack(expect(where, tensors, name, (count, rows // each), "int32"), bits)
+            values = unpack(expect(where, tensors, name=name, shape=(count, rows // each), kinds="int32"), bits)
             return (values.view(count, -1, 8)[:, :, AWQ_PLACES].reshape(count, rows) if is_awq else values).t()
 
         if is_awq:
             q = words_of_rows("qweight", columns).contiguous()
         else:
-            q = unpack(expect(where, tensors, "qweight", (columns // each, rows), "int32").t(), bits)  # [N, K]
+            q = unpack(
+                expect(where, tensors, name="qweight", shape=(columns // each, rows), kinds="int32").t(), bits
+            )  # [N, K]
         zero = words_of_rows("qzeros", groups) + less_one  # 8 bits wrap; 16 is a zero that 4 bits cannot hold
-        scale = expect(where, tensors, "scales", (groups, rows), FLOATS).t().contiguous()
+        scale = expect(where, tensors, name="scales", shape=(groups, rows), kinds=FLOATS).t().contiguous()
         fields = {"q": pairs(q) if bits == 4 else q.contiguous(), "scale": scale, "zero": zero.contiguous()}
-        index = expect(where, tensors, "g_idx", (columns,), "int32 int64") if "g_idx" in tensors and group else None
-        return integers(where, shape, bits, group, fields, index)
+        index = (
+            expect(where, tensors, name="g_idx", shape=(columns,), kinds="int32 int64")
+            if "g_idx" in tensors and group
+            else None
+        )
+        return integers(where, shape, bits=bits, group=group, tensors=fields, index=index)
 
     name = f"{method} int{bits} {f'group {group}' if group else 'channel'}"
-    format = IntegerFormat(bits, group, True, ordered, torch.float16)
-    return QuantReader(name, format, ("qweight", "qzeros", "scales"), read, () if is_awq else ("g_idx", "bias_g_idx"))
+    format = IntegerFormat(bits, group, has_zero_point=True, ordered=ordered, scale=torch.float16)
+    return QuantReader(
+        name,
+        format,
+        suffixes=("qweight", "qzeros", "scales"),
+        read=read,
+        optional=() if is_awq else ("g_idx", "bias_g_idx"),
+    )
 
 
 # ---- one scale per tensor, row or block -----------------------------------------------------------------------------
@@ -138,8 +156,8 @@ def spread(where: str, tensors: Tensors, name: str, shape: Shape, block: tuple[i
         return scale.float().reshape(1, 1).expand(*shape[:-1], 1).contiguous()
     if block is None:
         row = {name: scale.reshape(*shape[:-1], -1)}
-        return expect(where, row, name, (*shape[:-1], 1), FLOATS).float()
-    expect(where, tensors, name, (*shape[:-2], -(-rows // block[0]), -(-columns // block[1])), FLOATS)
+        return expect(where, row, name=name, shape=(*shape[:-1], 1), kinds=FLOATS).float()
+    expect(where, tensors, name=name, shape=(*shape[:-2], -(-rows // block[0]), -(-columns // block[1])), kinds=FLOATS)
     return scale.float().repeat_interleave(block[0], dim=-2)[..., :rows, :].contiguous()
 
 
@@ -147,22 +165,28 @@ def int_quantized() -> QuantReader:
     format = IntegerFormat(8, 0, scale=torch.float32)
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
-        q = expect(where, tensors, "weight", shape, "int8").view(torch.uint8) ^ 128
+        q = expect(where, tensors, name="weight", shape=shape, kinds="int8").view(torch.uint8) ^ 128
         return Weight(format, shape, {"q": q, "scale": spread(where, tensors, "weight_scale", shape)})
 
     optional = ("weight_zero_point", *ACTIVATION_SCALES)
-    return QuantReader("compressed-tensors int-quantized int8", format, ("weight", "weight_scale"), read, optional)
+    return QuantReader(
+        "compressed-tensors int-quantized int8",
+        format,
+        suffixes=("weight", "weight_scale"),
+        read=read,
+        optional=optional,
+    )
 
 
 def float8(method: str, block: tuple[int, int] | None = None, scale: str = "weight_scale") -> QuantReader:
     format = Float8Format(0 if block is None else block[1])
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
-        q = expect(where, tensors, "weight", shape, "float8_e4m3fn")
+        q = expect(where, tensors, name="weight", shape=shape, kinds="float8_e4m3fn")
         return Weight(format, shape, {"q": q, "scale": spread(where, tensors, scale, shape, block)})
 
     name = f"{method} fp8{'' if block is None else f' block {block[0]}x{block[1]}'}"
-    return QuantReader(name, format, ("weight", scale), read, ACTIVATION_SCALES)
+    return QuantReader(name, format, suffixes=("weight", scale), read=read, optional=ACTIVATION_SCALES)
 
 
 def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
@@ -175,11 +199,11 @@ def nvfp4(method: str, codes: str, above: str, divided: bool) -> QuantReader:
         if factor.numel() != 1 or (divided and not float(factor) > 0):
             raise OutriderError(f"{where}: its {above} should be one positive number")
         fields = {
-            "q": expect(where, tensors, codes, (*rows, columns // 2), "uint8"),
-            "scale": expect(where, tensors, "weight_scale", (*rows, columns // 16), "float8_e4m3fn"),
+            "q": expect(where, tensors, name=codes, shape=(*rows, columns // 2), kinds="uint8"),
+            "scale": expect(where, tensors, name="weight_scale", shape=(*rows, columns // 16), kinds="float8_e4m3fn"),
             "factor": (1.0 / factor if divided else factor).reshape(1, 1).expand(*rows, 1).contiguous(),
         }
         return Weight(NvFp4Format(), shape, fields)
 
     optional = (*ACTIVATION_SCALES, "pre_quant_scale")
-    return QuantReader(method, NvFp4Format(), (codes, "weight_scale", above), read, optional)
+    return QuantReader(method, NvFp4Format(), suffixes=(codes, "weight_scale", above), read=read, optional=optional)

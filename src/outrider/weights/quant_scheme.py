@@ -101,7 +101,7 @@ def by_gptq(settings: Settings) -> QuantScheme:
             raise refused("gptq", f"{bits} bits are not supported; known: 4, 8")
         less_one = settings.get("checkpoint_format") != "gptq_v2"
         ordered = bool(values.get("desc_act"))
-        return by_columns("gptq", bits, max(0, group), less_one, ordered)
+        return by_columns("gptq", bits, group=max(0, group), less_one=less_one, ordered=ordered)
 
     usual = stored(settings)
     dense = strings(settings, "modules_to_not_convert", "modules_in_block_not_to_quantize")
@@ -182,7 +182,7 @@ def compressed_reader(layout: str, weights: Settings) -> QuantReader:
         if group not in (0, 16, 32, 64, 128, 256):
             raise refused(COMPRESSED, f"{layout} with {kind} weights in groups of {group} is not supported")
         ordered = weights.get("actorder") in ("group", True)
-        return pack_quantized(int(kind[3:]), group, bool(weights.get("symmetric", True)), ordered)
+        return pack_quantized(int(kind[3:]), group, symmetric=bool(weights.get("symmetric", True)), ordered=ordered)
     if layout == "nvfp4-pack-quantized" and kind == "float4":
         return nvfp4(f"{COMPRESSED} {layout}", "weight_packed", "weight_global_scale", divided=True)
     if layout in ("float-quantized", "naive-quantized") and kind == "float8":

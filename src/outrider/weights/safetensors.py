@@ -104,7 +104,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         key = normalise(name)
         if key in entries:
             raise bad(f"tensor {name[:80]!r} is there twice")
-        entries[key] = TensorEntry(file, kind, tuple(shape), base + start)
+        entries[key] = TensorEntry(file, kind, shape=tuple(shape), start=base + start)
     return entries
 
 

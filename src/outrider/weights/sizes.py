@@ -143,7 +143,7 @@ class StoredSize:
     formats: Mapping[str, float] = field(default_factory=dict)  # bytes by format
     cpu: float = 0.0  # bytes in the memory of the CPU kernels, tables that stay in the file included
     cpu_token: float = 0.0
-    held: Mapping[HeldFormat, HeldBytes] = field(default_factory=dict)  # GGUF's quantised tensors
+    layouts: Mapping[HeldFormat, HeldBytes] = field(default_factory=dict)  # GGUF's quantised tensors
 
 
 def item_bytes(config: Mapping[str, object]) -> float:
@@ -164,7 +164,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
     cpu = 0.0
     cpu_token = 0.0
     formats: dict[str, float] = {}
-    held: dict[HeldFormat, HeldBytes] = {}
+    layouts: dict[HeldFormat, HeldBytes] = {}
     for name, plan in tensor_plan(config, entries).items():
         if plan.role == "index":
             continue
@@ -207,12 +207,22 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
                 on_cpu = "rows in the file" if in_place else CPU_LAYOUTS[kind].about
                 packed = layout is not None and plan.role == "matrix" and not stays_dense(plan.shape)
                 on_gpu = f"{layout.bits}-bit codes" if layout is not None and packed else "bf16"
-                entry_bytes = held.setdefault(HeldFormat(kind, on_cpu, on_gpu), HeldBytes())
+                entry_bytes = layouts.setdefault(HeldFormat(kind, on_cpu, on_gpu), HeldBytes())
                 entry_bytes.tensors += 1
                 entry_bytes.stored += size
                 entry_bytes.cpu += in_memory
                 entry_bytes.gpu += on_card
-    return StoredSize(total, token, parameters, gpu, gpu_token, formats, cpu, cpu_token, held)
+    return StoredSize(
+        total,
+        token,
+        parameters=parameters,
+        gpu=gpu,
+        gpu_token=gpu_token,
+        formats=formats,
+        cpu=cpu,
+        cpu_token=cpu_token,
+        layouts=layouts,
+    )
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:

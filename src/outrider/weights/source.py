@@ -70,7 +70,7 @@ def find(
     if scheme is not None and (entry is None or entry.kind not in (*FLOATS, *BLOCKS)):
         stored = _matrix(source, scheme, name.removesuffix(".weight"), shape)
         if stored is None and len(shape) == 3:
-            return _experts(source, scheme, name, shape)
+            return _experts(source, scheme, name=name, shape=shape)
     return stored if stored is not None or entry is None else _plain(source.where, entry, name, shape, role)
 
 
@@ -87,7 +87,7 @@ def _read_plain(entry: TensorEntry) -> Weight:
     if entry.kind not in BLOCKS:
         return replace(dense(tensor(entry)), release=release)
     blocks = ordered(torch.from_numpy(entry.data()).view(*entry.shape[:-1], -1), entry)
-    return Weight(GGUFBlockFormat(entry.kind), entry.shape, {"blocks": blocks}, release)
+    return Weight(GGUFBlockFormat(entry.kind), entry.shape, tensors={"blocks": blocks}, release=release)
 
 
 def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple[int, ...]) -> SourceTensor | None:

@@ -218,7 +218,7 @@ def read_mmproj(file: GGUF, config: VisionConfig) -> dict[str, Callable[[], Tens
             other = {"fc1": "fc2", "fc2": "fc1"}[name.split(".")[-2]]
             entry = file.tensors.get(gguf_name(name.replace(name.split(".")[-2], other)))
         if entry is not None:
-            entries[name] = _reader(file, name, entry, wanted, config)
+            entries[name] = _reader(file, name, entry=entry, wanted=wanted, config=config)
     return entries
 
 

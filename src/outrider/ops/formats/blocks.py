@@ -34,12 +34,14 @@ def blocks_of(weight: Weight) -> Weight | None:
     each = (format.group or columns) // BLOCK
     d = spread(scale, each).to(torch.float16)
     if format.bits == 8:
-        return made("Q8_0", weight.shape, [d], (t["q"] ^ 128).unflatten(-1, (-1, BLOCK)))
+        return made("Q8_0", weight.shape, numbers=[d], codes=(t["q"] ^ 128).unflatten(-1, (-1, BLOCK)))
     q = halves(t["q"]).unflatten(-1, (-1, BLOCK))
     nibbles = q[..., :16] | (q[..., 16:] << 4)  # a block's first half in the low halves
     if not format.has_zero_point:
-        return made("Q4_0", weight.shape, [d], nibbles)
-    return made("Q4_1", weight.shape, [d, spread(-scale * t["zero"].float(), each).to(torch.float16)], nibbles)
+        return made("Q4_0", weight.shape, numbers=[d], codes=nibbles)
+    return made(
+        "Q4_1", weight.shape, numbers=[d, spread(-scale * t["zero"].float(), each).to(torch.float16)], codes=nibbles
+    )
 
 
 def spread(numbers: Tensor, each: int) -> Tensor:
