@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # images set it; workers and commands started by tests would compile every module again
 
-.PHONY: setup demo test test-clients test-arm test-ray check docs dist images packages clean gpu-archs
+.PHONY: setup demo test test-clients test-arm test-ray test-systems check docs dist images packages clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -41,6 +41,10 @@ test-clients: setup
 # The CPU kernels for ARM, cross-compiled and run under qemu (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user).
 test-arm: setup
 	$(BIN)/python tests/arm/run.py
+
+# Tests again without the modules, functions and files that Windows or macOS lack (minutes; tests/systems/run.py lists them).
+test-systems: setup
+	$(BIN)/python tests/systems/run.py
 
 # A real Ray cluster on this machine: replicas, a kill, a rolling update, batch files (installs outrider[ray], 80 MB).
 test-ray: setup

@@ -2,13 +2,12 @@
 users need no compiler.
 
 Everything else is in pyproject.toml. Without a compiler the wheel is built without them, and says so; an editable
-install compiles at first use, from the sources.
+install compiles at first use, from the sources. OUTRIDER_WHEEL names another system to build for, with Zig's compiler (ops/cpu/targets.py).
 """
 
 from __future__ import annotations
 
-import importlib.util
-import platform
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,15 +16,11 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-CPU = Path(__file__).parent / "src" / "outrider" / "ops" / "cpu"
+sys.path.insert(0, str(Path(__file__).parent / "src"))
+from outrider.ops.cpu import build, targets
+from outrider.platforms.processor import machine
 
-
-def builder():
-    """ops/cpu/build.py on its own: importing the package would need torch."""
-    spec = importlib.util.spec_from_file_location("outrider_cpu_build", CPU / "build.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TARGET = targets.TARGETS[os.environ["OUTRIDER_WHEEL"]] if "OUTRIDER_WHEEL" in os.environ else None
 
 
 class BuildWithKernels(build_py):
@@ -33,9 +28,12 @@ class BuildWithKernels(build_py):
         super().run()
         if self.editable_mode:
             return
-        build = builder()
-        levels = build.WHEEL_LEVELS.get(platform.machine(), ())
         folder = Path(self.build_lib) / "outrider" / "ops" / "cpu" / "prebuilt"
+        if TARGET is not None:
+            levels = os.environ.get("OUTRIDER_WHEEL_LEVELS", "").split() or TARGET.levels
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda level: targets.compile_to(TARGET, level, folder), levels))
+            return
 
         def one(level):
             try:
@@ -49,7 +47,7 @@ class BuildWithKernels(build_py):
             print(f"warning: no kernels in this wheel: {error}", file=sys.stderr)
             return
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(one, levels))
+            list(pool.map(one, build.WHEEL_LEVELS.get(machine(), ())))
 
 
 class PlatformWheel(bdist_wheel):
@@ -60,7 +58,7 @@ class PlatformWheel(bdist_wheel):
         self.root_is_pure = False
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        return "py3", "none", super().get_tag()[2] if TARGET is None else TARGET.wheel_tag
 
 
 setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

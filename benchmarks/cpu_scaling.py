@@ -53,6 +53,7 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight, c_weight
 from outrider.ops.formats import BLOCKS
 from outrider.ops.registry import Certification
+from outrider.platforms.processor import processor_name
 from outrider.weights.load import load_target
 
 PROBE = Path(__file__).with_name("cpu_probe.c")
@@ -127,7 +128,7 @@ def machine(report: Report) -> None:
     siblings = {content(f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list") for i in range(64)} - {""}
     report(
         "machine",
-        processor=build.processor(),
+        processor=processor_name(),
         cores=cpu_ops.default_threads(),
         siblings=sorted(siblings)[:8],
         caches=[content(f"/sys/devices/system/cpu/cpu0/cache/index{i}/size") for i in range(4)],

@@ -18,6 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from .platforms.folders import config_file
 from .types import MAX_DRAFT, OutriderError, bad_input, is_a, require
 
 KvDtype = Literal["auto", "int8", "fp8"]
@@ -274,7 +275,7 @@ def _number(text: str | int | None, rule: str) -> int | None:
 
 
 def user_file_path() -> Path:
-    return Path(os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "outrider", "config.toml")
+    return config_file()
 
 
 def user_file() -> dict[str, dict[str, object]]:

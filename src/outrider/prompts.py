@@ -13,6 +13,7 @@ import io
 import json
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 def opened(path: str, flags: int) -> int:
     """An opener for `open`: a file or a pipe; a pipe without a writer is empty. Refuses devices: some have no end."""
+    if sys.platform == "win32":
+        return os.open(path, flags)
     number = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISCHR(os.fstat(number).st_mode):
         os.close(number)

@@ -10,13 +10,14 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "outrider"
 
-# A package (or module) may import only these of ours, besides itself. `types`, `config`, `prompts` and `svg` are open to
+# A package (or module) may import only these of ours, besides itself. `types`, `config`, `prompts`, `svg` and `platforms` are open to
 # everybody.
 ALLOWED = {
     "types": set(),
     "config": set(),
     "prompts": set(),
     "svg": set(),
+    "platforms": set(),
     "ops": set(),
     "models": {"ops"},
     "weights": {
@@ -89,7 +90,17 @@ def test_imports_follow_the_map() -> None:
         package = path.relative_to(SRC).with_suffix("").parts[0]
         for name in imports(path):
             top = name.split(".")[0]
-            if top in (package, "types", "config", "prompts", "svg", "__version__", "OutriderError", "SamplingParams"):
+            if top in (
+                package,
+                "types",
+                "config",
+                "prompts",
+                "svg",
+                "platforms",
+                "__version__",
+                "OutriderError",
+                "SamplingParams",
+            ):
                 continue
             if not any(name == a or name.startswith(a + ".") for a in ALLOWED[package]):
                 wrong.append(f"{path.relative_to(SRC)} imports {name}")

@@ -8,12 +8,12 @@ the prediction is about these very products. On a GPU, memory reads and matrix p
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
 import torch
 
+from ..platforms.memory import total_bytes
 from .machines import CPU_RATES, Hardware, cpu
 
 # 100 million weights
@@ -46,7 +46,7 @@ def here(weight_bytes: float) -> Hardware:
 
     one = _best(lambda: products(1))
     many = _best(lambda: products(ROWS))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    memory = total_bytes() / 1e9
     return fitted(one, many, rows=ROWS, weights=MATRICES * SIDE[0] * SIDE[1], weight_bytes=weight_bytes, memory=memory)
 
 

@@ -6,13 +6,13 @@ its own random numbers.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import LoadSettings
+from ..platforms.processor import usable_cores
 from ..prompts import Prompt
 from ..types import RequestStats, bad_input, require
 from .harness import Answer, Contestant
@@ -135,7 +135,7 @@ class LlamaCpp:
 
 def cores(load: LoadSettings) -> int:
     """Threads: as many as we take ourselves."""
-    return load.threads or len(os.sched_getaffinity(0))
+    return load.threads or usable_cores()
 
 
 def timed(ids: list[int], first_emitted: int, began: float, first: float, ended: float) -> Answer:

@@ -64,14 +64,15 @@ def doctor(
 
 def _kernels(as_json: bool) -> None:
     """Print the tables of CPU and GPU kernels. Without the GPU extra a line says so."""
-    from ..ops.cpu.build import BuildError, processor
+    from ..ops.cpu.build import BuildError
     from ..ops.cpu.certify import level_rows
     from ..ops.registry import KernelRow
+    from ..platforms.processor import processor_name
 
     tables: list[tuple[str, list[KernelRow]]] = []
     notes = []
     try:
-        tables.append((f"CPU kernels; {processor()}", level_rows()))
+        tables.append((f"CPU kernels; {processor_name()}", level_rows()))
     except BuildError as error:
         notes.append(f"no CPU kernels: {error}")
     if importlib.util.find_spec("triton") is not None:
@@ -114,18 +115,21 @@ def _extras() -> Iterator[Diagnosis]:
 
 
 def _cpu(build: bool) -> Iterator[Diagnosis]:
-    from ..ops.cpu.build import WHEEL_LEVELS, BuildError, best_isa, compiler, found, missing, processor, shared_object
+    from ..ops.cpu.build import WHEEL_LEVELS, BuildError, best_isa, compiler, found, missing, shared_object
+    from ..platforms.processor import machine, performance_cores, processor_name, usable_cores
 
     isa = best_isa()
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
-    about = f"{processor()}, {cores} cores for this process, kernels: {isa}"
+    fast = performance_cores()
+    kinds = "" if fast is None else f" ({fast} of them fast, which is how many threads there are)"
+    about = f"{processor_name()}, {cores} cores for this process{kinds}, kernels: {isa}"
     yield Diagnosis("note" if isa in slow else "ok", "processor", found=about, advice=slow.get(isa, ""))
-    for level in WHEEL_LEVELS.get(platform.machine(), ["generic"]):
+    for level in WHEEL_LEVELS.get(machine(), ["generic"]):
         lacks = ", ".join(sorted(missing(level)))
         other = f"this machine lacks {lacks}" if lacks else f"--ops cpu:{level}"
         yield Diagnosis("ok", f"level {level}", "in use" if level == isa else other)
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores / 2:
         advice = "other processes will slow decoding and spoil measured costs"
         yield Diagnosis("note", "load", found=f"{load:.1f} on {cores} cores", advice=advice)

@@ -57,12 +57,12 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by the parent process
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by the parent process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # a character that a terminal's encoding lacks is shown as a question mark
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(encoding="utf-8" if sys.platform == "win32" else None, errors="replace")
     code = run()
     try:
         sys.stdout.flush()

@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from ..config import LoadSettings
+from ..platforms.limits import missing_protection
 from ..server.settings import ServerSettings, read_keys
 from ..types import OutriderError, require
 from . import common
@@ -79,6 +80,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     )
     settings = replace(settings, api_keys=read_keys(settings.api_key, settings.api_key_file))
     common.follow_if_told(load)
+    require_protection(settings)
     # before the model is loaded: a port in use should not cost a minute
     listener = listen(settings.host, settings.port)
     if asked.max_concurrent is not None:
@@ -101,6 +103,13 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
     where = f" at {address(settings, listener)} (page at /, API at /v1)"
     err.print(Text.assemble("serving ", names, where))
     run(served, settings, listener)
+
+
+def require_protection(settings: ServerSettings) -> None:
+    """Refuses other machines' requests if the sandboxes lack limits on this system."""
+    missing = missing_protection()
+    if missing is not None and not settings.loopback:
+        raise OutriderError(f"--host {settings.host}: {missing}; serve on 127.0.0.1, or on Linux")
 
 
 class Unfailing:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ..ops.cpu.build import cache_path
+from ..platforms.terminal import keys_hidden
 from ..types import OutriderError
 from .common import out
 
@@ -77,21 +78,11 @@ def read(typed: PromptSession[str] | None) -> str:
 @contextmanager
 def keys_wait() -> Iterator[None]:
     """Hides keys typed meanwhile; the next prompt reads them. Ctrl-C still interrupts."""
-    import termios
-
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    quiet = [*before]
-    quiet[0] &= ~termios.ICRNL  # keep the key code that prompt_toolkit reads as Enter
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(fd, termios.TCSANOW, quiet)
-    try:
+    with keys_hidden(sys.stdin.fileno()):
         yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 def _keys() -> KeyBindings:

@@ -6,10 +6,13 @@ template, then variables arrive as JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import resource
+import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -110,16 +113,36 @@ def _answer(template: ChatTemplate | None, source: str, variables: dict[str, Any
     return {"text": text} if len(text) <= OUTPUT else {"error": f"it writes more than {OUTPUT} characters"}
 
 
+def _limit_memory(memory: int) -> None:
+    """Windows has no such limits: a server there is reached from its own machine only (platforms/limits.py)."""
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(ValueError, OSError):  # macOS accepts no limit below what is mapped
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+def _start_clock(seconds: float) -> Callable[[], object]:
+    """Ends this process after so much processor time, on Windows so many seconds; returns what stops the clock."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        return functools.partial(signal.setitimer, signal.ITIMER_PROF, 0.0)
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    return timer.cancel
+
+
 def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
     """In the process itself, which ends by the signal of a timer that has run out."""
     source, seconds, memory = json.loads(next(frames))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    _limit_memory(memory)
     template: ChatTemplate | None = None
     for variables in map(json.loads, frames):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        stop_clock = _start_clock(seconds)
         with contextlib.suppress(Exception):  # a broken one is reported with each answer
             template = template or ChatTemplate(source)
         said = _answer(template, source, variables)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        stop_clock()
         yield json.dumps(said).encode()

@@ -5,6 +5,8 @@ gets an iterator of the frames and yields an answer for every call. It limits it
 has died or was late is replaced by the next call. A module of this package instead of a script reads its stdin itself,
 a socket that can bring it connections instead of calls (`connect`).
 
+On Windows, which hands no sockets to a process, pipes take their place, and there are no connections.
+
 A script that decodes untrusted files defines `answer`, `MEMORY` and `CPU_SECONDS` instead of `answers`: then this file
 limits the process, and gives a call that takes long idle processor time only.
 """
@@ -35,6 +37,46 @@ class ChildLost(Exception):
     """The process has died, was late, or is closed."""
 
 
+class PipeConnection:
+    """A process's stdin and stdout, with a socket's methods. A pipe has no timeout: a late answer ends the process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
+        self._seconds: float | None = None
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def sendall(self, data: bytes) -> None:
+        with self._deadline():
+            self._input.write(data)
+            self._input.flush()
+
+    def recv(self, size: int) -> bytes:
+        with self._deadline():
+            return os.read(self._output.fileno(), size)
+
+    def close(self) -> None:
+        for pipe in (self._input, self._output):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    @contextlib.contextmanager
+    def _deadline(self) -> Iterator[None]:
+        timer = None if self._seconds is None else threading.Timer(self._seconds, self._process.kill)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
 class ChildProcess:
     def __init__(self, script: str, setup: Callable[[], bytes] | None = None, seconds: float | None = None) -> None:
         """script: a file that imports nothing of this package, or the name of a module of it. seconds: how long one
@@ -44,6 +86,7 @@ class ChildProcess:
         self._seconds = None if seconds is None else max(1e-3, seconds)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | PipeConnection
         self._ends: float | None = None  # of the call under way
         self.closed = False
 
@@ -64,10 +107,13 @@ class ChildProcess:
 
     def connect(self) -> socket.socket:
         """A connection whose other end the process gets with a byte on its stdin. From any thread."""
+        if sys.platform == "win32":
+            raise NotImplementedError("Windows hands no sockets to a process: call instead")
         mine, its = socket.socketpair()
         with self._lock, its:
             try:
                 self._start()
+                assert isinstance(self._connection, socket.socket)
                 socket.send_fds(self._connection, [b"."], [its.fileno()])
             except (OSError, EOFError):
                 self._end()
@@ -96,21 +142,34 @@ class ChildProcess:
             raise EOFError
         if self._process is None or self._process.poll() is not None:
             self._end()
-            self._connection, its = socket.socketpair()
-            self._connection.settimeout(self._seconds)  # of the set-up
             paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
             package = {} if self._script.endswith(".py") else {"PYTHONPATH": os.pathsep.join(paths)}
-            with its:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m" if package else __file__, self._script],
-                    stdin=its.fileno(),
-                    stdout=its.fileno(),
-                    stderr=subprocess.DEVNULL,
-                    process_group=0,
-                    env={**os.environ, **dict.fromkeys(ONE, "1"), **package},
-                )
+            command = [sys.executable, "-P", "-m" if package else __file__, self._script]
+            env = {**os.environ, **dict.fromkeys(ONE, "1"), **package}
+            self._launch(command, env)
+            self._connection.settimeout(self._seconds)  # of the set-up
             if self._setup is not None:
                 self._send(self._setup())
+
+    def _launch(self, command: list[str], env: dict[str, str]) -> None:
+        """Starts the process in a process group of its own, so that the terminal's Ctrl-C does not reach it."""
+        if sys.platform == "win32":
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+                env=env,
+            )
+            self._connection = PipeConnection(self._process)
+            return
+        self._connection, its = socket.socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                command, stdin=its.fileno(), stdout=its.fileno(), stderr=subprocess.DEVNULL, process_group=0, env=env
+            )
 
     def _send(self, data: bytes) -> None:
         self._connection.sendall(LENGTH.pack(len(data)))
@@ -145,7 +204,9 @@ def stand_back(worker: threading.Thread) -> None:
     """Wait for a thread to end, which gets idle processor time only once it has had `QUICK` seconds."""
     while worker.is_alive():
         worker.join(LOOK)
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or this is no Linux
+        if sys.platform != "linux":
+            continue
+        with contextlib.suppress(OSError, ValueError):  # it has ended
             with open(f"/proc/self/task/{worker.native_id}/schedstat", encoding="ascii") as file:
                 used = int(file.read().split()[0]) / 1e9
             if used > QUICK and worker.native_id is not None:
@@ -155,10 +216,14 @@ def stand_back(worker: threading.Thread) -> None:
 
 def limited(answer: Callable[[bytes], bytes], memory: int, cpu_seconds: int) -> Iterator[bytes]:
     """The answer to every frame, within bytes of memory and seconds of processor time for each."""
+    if sys.platform == "win32":  # the caller ends a call that is late
+        yield from map(answer, frames())
+        return
     import resource
 
     os.nice(10)  # decoding tokens has priority
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    with contextlib.suppress(ValueError, OSError):  # macOS accepts no limit below what is mapped
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     replies: list[bytes] = []
     for frame in frames():
         spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ class Usage:
     @classmethod
     def now(cls) -> Usage | None:
         """None if the system does not say."""
+        if sys.platform != "linux":
+            return None
         try:
             words = STAT.read_text(encoding="ascii").splitlines()[0].split()
             ticks = os.sysconf("SC_CLK_TCK")

@@ -18,6 +18,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..models.inspect import row_numbers, work_bytes
 from ..ops.backend import Capabilities
+from ..platforms.memory import available_bytes
 from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .prefill_budget import max_packed_rows, max_prefill_rows
 
@@ -92,9 +93,7 @@ def free_bytes(device: torch.device) -> int:
     """Free memory of the device, on a CPU within the container's limit; UNKNOWN if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = UNKNOWN
-    with suppress(OSError, StopIteration, ValueError), open("/proc/meminfo", encoding="ascii") as file:
-        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    free = available_bytes() or UNKNOWN
     return min(free, container_bytes(Path("/sys/fs/cgroup")))
 
 

@@ -31,10 +31,11 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
     try:
         if wanted == "cpu":
             require(kind == "cpu", f"--ops cpu runs on the CPU, not on {kind}")
-            from .cpu.ops import CpuOps, default_threads
+            from ..platforms.processor import usable_cores
+            from .cpu.ops import CpuOps
 
             require(threads is None or threads >= 1, f"--threads must be at least 1, got {threads}")
-            cores = default_threads()
+            cores = usable_cores()
             if threads is not None and threads > cores:
                 log.warning("--threads %d is more than the %d cores this process may use", threads, cores)
                 threads = cores

@@ -244,7 +244,7 @@ def _result(kernel: Kernel, probe: Probe, counts: Sequence[int], defines: bool) 
 def load(path: Path, machine: str) -> Certification:
     """The stored certification of this machine, or an empty one."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        stored: Mapping[str, Any] = json.loads(path.read_text())
+        stored: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if stored["machine"] == machine:
             return Certification(machine, stored["date"], tuple(Result(**result) for result in stored["results"]))
     return Certification(machine, today())

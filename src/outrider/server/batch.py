@@ -13,7 +13,6 @@ an uninterrupted one.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from fastapi import Request
 from starlette.types import Message, Receive
 
 from ..engine.text import LONG
+from ..platforms.locks import lock_file
 from ..types import OutriderError, bad_input, require
 from .answer import Json
 from .errors import ApiError, bad, check_size
@@ -110,7 +110,7 @@ class Results:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("a+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._file)
         except OSError:
             self._file.close()
             raise OutriderError(f"another run is writing {path}; wait for it or choose another --out") from None

@@ -4,7 +4,8 @@ A few bytes of schema can cost a compiler any amount of time and memory, or over
 process can stop that. So this process holds a tokenizer and forks for each grammar a child under limits of processor
 time, address space and stack, and another that tells how it ended: whether it compiled, or which limit it exceeded. A
 grammar comes with a connection of its own, and its trial ends with that. An ordinary one takes milliseconds; a longer
-one gets only idle processor time.
+one gets only idle processor time. Windows has no fork: there the process itself tries one grammar after the other, and
+the server ends it when a trial is late.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
+import sys
 
+from ..engine.child_process import LENGTH, frames
 from ..engine.grammar import GrammarCompiler
 from ..types import OutriderError
 from .grammar_source import MAX_CHARS, GrammarSource, GrammarText, build
@@ -39,6 +41,8 @@ class GrammarSandbox:
 
         `yielding`: after `QUICK` seconds the trial runs on idle processors only.
         """
+        if sys.platform == "win32":
+            raise NotImplementedError("Windows: answer_calls instead")
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -74,12 +78,17 @@ class GrammarSandbox:
     # ---- in the child
 
     def _try(self, source: GrammarSource, pipe: int) -> None:
+        if sys.platform == "win32":
+            raise NotImplementedError("Windows: answer_calls instead")
+        import resource
+
         out: dict[str, object]
         try:
             os.nice(10)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
-            resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self.memory,) * 2)
+            with contextlib.suppress(ValueError):  # macOS accepts no limit below what is mapped
+                resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self.memory,) * 2)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_PROF, self.seconds)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -95,6 +104,16 @@ class GrammarSandbox:
         with open(pipe, "wb") as file:
             file.write(json.dumps(out).encode())
 
+    def attempt(self, source: GrammarSource) -> dict[str, object]:
+        """The grammar's text, or why it is refused, without limits."""
+        try:
+            grammar = self._compile(source)
+        except OutriderError as error:
+            return {"error": str(error)}
+        except Exception as error:
+            return {"error": f"it can't be compiled ({type(error).__name__})"}
+        return {"text": grammar.text, "unenforced": grammar.unenforced, "bytes": len(grammar.text)}
+
     def _compile(self, source: GrammarSource) -> GrammarText:
         grammar = build(source)
         length = len(grammar.text)
@@ -104,7 +123,22 @@ class GrammarSandbox:
         return grammar
 
 
+def answer_calls() -> None:
+    """Tries grammars that come as calls of a `ChildProcess`."""
+    calls = frames()
+    setup = json.loads(next(calls))
+    compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])
+    sandbox = GrammarSandbox(compiler, float(setup["seconds"]), int(setup["memory"]))
+    for call in calls:
+        kind, payload, field = json.loads(call)
+        answer = json.dumps(sandbox.attempt(GrammarSource(kind, payload, field))).encode()
+        sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
+        sys.stdout.buffer.flush()
+
+
 def main() -> None:
+    if sys.platform == "win32":
+        return answer_calls()
     control = socket.socket(fileno=0)
     size = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
     setup = json.loads(control.recv(size, socket.MSG_WAITALL))
@@ -130,7 +164,9 @@ def main() -> None:
 
 def _run_when_idle(pid: int) -> None:
     """Leave only idle processor time to a trial that has used more than `QUICK` seconds."""
-    with contextlib.suppress(OSError, ValueError):  # it has just ended, or this is no Linux
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, ValueError):  # it has just ended
         with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
             used = int(file.read().split()[0]) / 1e9
         if used > QUICK:
@@ -139,6 +175,10 @@ def _run_when_idle(pid: int) -> None:
 
 def _address_space() -> int:
     """Bytes of address space in use."""
+    if sys.platform == "win32":
+        raise NotImplementedError("Windows: answer_calls instead")
+    import resource
+
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -26,6 +25,7 @@ from typing import Any
 from ..engine.child_process import ChildLost, ChildProcess
 from ..engine.grammar import CompiledGrammar, GrammarCompiler
 from ..engine.text import Tokenizer
+from ..platforms.limits import lower_priority
 from ..types import OutriderError
 from .errors import ApiError, bad
 from .fair import FairGate
@@ -39,6 +39,7 @@ MEMORY = 192 << 20
 # seconds by the clock: of the first trial of a grammar, and of the one after a 503
 PATIENCE_S = 4.0
 LAST_PATIENCE_S = 20.0
+CALL_SECONDS = 10.0  # of a trial without fork, by the clock
 RETRY_S = 5  # after a 503; until then the same grammar gets the same 503
 MAX_BUSY = 256  # grammars whose 503 is remembered
 MAX_BYTES = 32 << 20  # of the cache
@@ -58,7 +59,7 @@ class CachedGrammar:
 def lower_thread_priority() -> None:
     """Leave most of the processor to other threads: on Linux threads have priorities of their own."""
     if sys.platform == "linux":
-        os.nice(10)
+        lower_priority(10)
 
 
 class Grammars:
@@ -71,7 +72,7 @@ class Grammars:
             OrderedDict()
         )  # by the source's digest, most recently used last
         self._busy: OrderedDict[bytes, float] = OrderedDict()  # digests with a 503, and when that was
-        self._sandbox = ChildProcess(SANDBOX, self._setup)
+        self._sandbox = ChildProcess(SANDBOX, self._setup, CALL_SECONDS if sys.platform == "win32" else None)
         # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=lower_thread_priority)
 
@@ -166,6 +167,8 @@ class Grammars:
 
     async def _trial(self, source: GrammarSource, yielding: bool, patience: float) -> dict[str, Any]:
         """One trial through a connection of its own: closing that ends it. `yielding`: soon on idle processors only."""
+        if sys.platform == "win32":
+            return await self._trial_by_call(source)
         connection = await asyncio.to_thread(self._sandbox.connect)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
@@ -176,6 +179,15 @@ class Grammars:
             return answer
         finally:
             writer.transport.abort()
+
+    async def _trial_by_call(self, source: GrammarSource) -> dict[str, Any]:
+        """One trial without a connection: the process is ended when it is late, and the next trial starts another."""
+        call = json.dumps([source.kind, source.payload, source.field]).encode()
+        try:
+            answer: dict[str, Any] = json.loads(await asyncio.to_thread(self._sandbox.call, call))
+        except ChildLost:
+            return {"error": f"it takes more than {CALL_SECONDS:g} seconds or too much memory: make it simpler"}
+        return answer
 
 
 def _refusal(source: GrammarSource, why: str) -> ApiError:

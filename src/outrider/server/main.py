@@ -59,7 +59,8 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         # In a terminal and without a file to read again, SIGHUP means that the terminal was closed: the server ends.
         reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
-        if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
+        here = threading.current_thread() is threading.main_thread()  # nowhere else do signals arrive
+        if sys.platform != "win32" and reloads and here:
             loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
         await super().startup(sockets)
         self._tidying = asyncio.create_task(self._tidy())
@@ -94,7 +95,9 @@ def listen(host: str, port: int) -> socket.socket:
     # Named as TCP, so that asyncio lets small parts of an answer go at once; else each answer waits 40 ms for its
     # reader's ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # on Windows SO_REUSEADDR would let two servers have one port
+    exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+    listener.setsockopt(socket.SOL_SOCKET, exclusive, 1)
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)  # so that a second server on this port fails now, too

@@ -12,18 +12,15 @@ one that has left. An interim response (100 Continue) tells which: the system of
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import logging
-import os
-import resource
 import socket
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from ..platforms import descriptors
 from .errors import ApiError
 from .settings import ServerSettings
 from .standing import Standing
@@ -57,17 +54,11 @@ def cap(wanted: int) -> int:
     """Connections that the process's file descriptors allow. The soft limit is raised where that is allowed. The
     system's table of descriptors gets its size now: where it grows with a connection, accepting that one waits for a
     grace period of the kernel, a third of a second on a busy machine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + RESERVE + BACKLOG
-    if soft != resource.RLIM_INFINITY and soft < need:
-        with contextlib.suppress(ValueError, OSError):
-            more = need if hard == resource.RLIM_INFINITY else min(need, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    room = wanted if soft == resource.RLIM_INFINITY else soft - RESERVE - BACKLOG
+    limit = descriptors.allow(need)
+    room = wanted if limit is None else limit - RESERVE - BACKLOG
     most = max(8, min(wanted, room))
-    with contextlib.suppress(OSError), socket.socket() as any_one:
-        os.close(fcntl.fcntl(any_one, fcntl.F_DUPFD_CLOEXEC, most + RESERVE + BACKLOG - 1))
+    descriptors.reserve(most + RESERVE + BACKLOG)
     return most
 
 

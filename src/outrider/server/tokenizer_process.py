@@ -45,7 +45,8 @@ def answers(frames: Iterator[bytes]) -> Iterator[bytes]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(next(frames).decode())
-    os.nice(NICE)  # not before: the first text waits for this
+    if hasattr(os, "nice"):  # Windows has other priorities
+        os.nice(NICE)  # not before: the first text waits for this
     for data in frames:
         ids = tokenizer.encode_batch_fast([data[1:].decode()], add_special_tokens=bool(data[0]))[0].ids
         yield array("i", ids).tobytes()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..models.config import Foreign
-from ..ops.cpu.build import processor
+from ..platforms.processor import processor_name
 from ..types import MAX_DRAFT, OutriderError
 from .plan import CostPart, StepTiming
 
@@ -40,7 +40,7 @@ class SequenceDraft(NamedTuple):
 
 def machine_name(accelerator: str | None = None, threads: int | None = None) -> str:
     """Processor, threads and accelerator: what a measured time depends on besides the model."""
-    parts = [processor(), f"{threads or os.cpu_count()} threads"]
+    parts = [processor_name(), f"{threads or os.cpu_count()} threads"]
     return " / ".join(parts + ([accelerator] if accelerator else []))
 
 

@@ -462,4 +462,6 @@ def carried(path: Path, job: TrainConfig, heldout_lines: np.ndarray) -> Sequence
 def trim_log(path: Path, step: int) -> None:
     """Rows that the checkpoint does not cover will be made again."""
     if path.exists():
-        path.write_text("".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step))
+        path.write_text(
+            "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step), encoding="utf-8"
+        )

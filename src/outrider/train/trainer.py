@@ -317,14 +317,14 @@ def write(path: Path, content: Row) -> None:
 
 
 def append_row(path: Path, row: Row) -> None:
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
     """Rows of a log (none if there is no file), without one that was cut off when its run was killed."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
             rows.append(json.loads(line))
     return rows

@@ -283,11 +283,10 @@ def test_racing_starts_build_one_library(tmp_path: Path) -> None:
     fake.write_text('#!/bin/sh\nsleep 0.3\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo built > "$2"; shift; done\n')
     fake.chmod(0o755)
     env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache"), "CC": str(fake)}
-    code = "import sys; sys.modules['torch'] = None\nimport importlib.util as u\ns = u.spec_from_file_location('b', sys.argv[1])\n"
-    code += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.shared_object())"
+    code = "import sys; sys.modules['torch'] = None\nfrom outrider.ops.cpu import build; print(build.shared_object())"
+    env["PYTHONPATH"] = str(build.HERE.parents[2])
     runs = [
-        subprocess.Popen([sys.executable, "-c", code, build.__file__], env=env, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
+        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
     paths = {run.communicate()[0].strip() for run in runs}
     assert all(run.returncode == 0 for run in runs) and len(paths) == 1

@@ -14,6 +14,7 @@ from outrider.config import user_file
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu import build
+from outrider.platforms import folders
 from outrider.types import OutriderError
 from outrider.weights import hub
 from outrider.weights.adapter import read_adapter
@@ -79,7 +80,7 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("HOME", "OUTRIDER_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    monkeypatch.setattr(build, "spare_root", lambda: tmp_path)
+    monkeypatch.setattr(folders, "spare_root", lambda: tmp_path)
     assert user_file() == {} and build.cache_path("kernels") == tmp_path / "kernels"
 
 

@@ -12,7 +12,6 @@ import errno
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+
+from ...platforms.folders import cache_root, spare_root, writable
+from ...platforms.processor import cpu_flags, machine
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
@@ -78,25 +80,6 @@ class CompilerRefused(BuildError):
     """The compiler ran and failed: it may still support a lower level."""
 
 
-def _told(*keys: str) -> str:
-    """The system's description of the processor; empty if there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(keys)), "")
-
-
-def cpu_flags() -> set[str]:
-    """The processor's feature flags."""
-    return set(_told("flags", "Features").split())  # x86, ARM
-
-
-def processor() -> str:
-    """Its name."""
-    return _told("model name") or platform.processor() or platform.machine()
-
-
 def missing(isa: str) -> set[str]:
     """Features that a level needs and this processor, or its system, lacks."""
     lacking = set(NEEDS[isa].split()) - cpu_flags()
@@ -113,7 +96,7 @@ def request_tiles() -> str | None:
 
     Without the permission the first tile instruction ends the process. Threads that run already and processes that are
     forked later have it, too."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if sys.platform != "linux" or machine() != "x86_64":
         return "asked of Linux alone"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0:
@@ -129,36 +112,6 @@ def runnable() -> tuple[str, ...]:
 def best_isa() -> str:
     """The level in use: the best that this processor can run, or the one that OUTRIDER_CPU_ISA names."""
     return os.environ.get("OUTRIDER_CPU_ISA") or runnable()[0]
-
-
-def cache_root() -> Path:
-    """Everything Outrider keeps between runs: OUTRIDER_CACHE, or XDG_CACHE_HOME/outrider, or ~/.cache/outrider. For a
-    user without a home, as in a container with a number for a user: `spare_root`."""
-    configured = os.environ.get("OUTRIDER_CACHE")
-    if configured:
-        return Path(configured)
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return spare_root() if caches.startswith("~") else Path(caches, "outrider")
-
-
-def spare_root() -> Path:
-    """The fallback if the cache cannot be written: this user's own folder in the temporary directory."""
-    folder = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise OSError(errno.EPERM, f"{folder} belongs to someone else")
-    return folder
-
-
-def writable(root: Path) -> bool:
-    """Can a file be created there? Tried, since permissions do not reveal read-only mounts and full disks."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(bytes(4096))
-    except OSError:
-        return False
-    return True
 
 
 def cache_path(*parts: str) -> Path:
@@ -198,9 +151,9 @@ def shared_object(isa: str | None = None) -> Path:
     raise failed
 
 
-def file_name(isa: str) -> str:
-    """The name of a shipped library."""
-    digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
+def file_name(isa: str, architecture: str | None = None) -> str:
+    """The name of a shipped library, for this machine or another architecture."""
+    digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, architecture or machine())).encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
     return f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
@@ -275,6 +228,8 @@ def _run(commands: list[list[str]], folder: str) -> None:
     """Runs compilers in parallel; the first failure is the error. Each has its own process group, so that what it
     started ends with it."""
     env = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}
+    if sys.platform == "win32":
+        return _run_plainly(commands, folder, env)
     running = list[subprocess.Popen[str]]()
     limited = ["/bin/sh", "-c", f'ulimit -S -t {CPU_SECONDS}; exec "$@"', "sh"]
     start = functools.partial(
@@ -302,6 +257,25 @@ def _run(commands: list[list[str]], folder: str) -> None:
         if process.returncode == -signal.SIGXCPU or "CPU time limit exceeded" in text:
             raise BuildError(f"{commands[0][0]} took more than {CPU_SECONDS} s of processor time")
         if process.returncode:
+            raise _refused(commands[0][0], text, os.path.dirname(folder))
+
+
+def _run_plainly(commands: list[list[str]], folder: str, env: dict[str, str]) -> None:
+    """Runs compilers in parallel on a system without process groups, signal masks and limits."""
+    start = functools.partial(
+        subprocess.Popen[str], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    running = [start(command) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=4 * CPU_SECONDS)[1] for process in running]
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{commands[0][0]} took more than {4 * CPU_SECONDS} s") from None
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    for process, text in zip(running, outputs):
+        if process.returncode != 0:
             raise _refused(commands[0][0], text, os.path.dirname(folder))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...platforms.processor import machine, processor_name
 from .. import registry
 from ..backend import ExpertWeights
 from ..formats import BLOCKS, GGUFBlockFormat, Weight
 from ..registry import Certification, Kernel, KernelRow, Probe, Registry
-from .build import FLAGS, WHEEL_LEVELS, BuildError, CompilerRefused, cache_path, found, missing, processor, runnable
+from .build import FLAGS, WHEEL_LEVELS, BuildError, CompilerRefused, cache_path, found, missing, runnable
 from .lib import ACTIVATIONS, at, load
 from .memory import Arena
 from .packing import PackedWeight, Packer, c_moe, c_weight
@@ -71,7 +71,7 @@ class Processor:
 
     @classmethod
     def here(cls) -> Processor:
-        return cls(processor(), runnable())
+        return cls(processor_name(), runnable())
 
     @property
     def identity(self) -> str:
@@ -221,7 +221,7 @@ def stored_at(lib: ctypes.CDLL) -> Path:
 
 def identity(lib: ctypes.CDLL) -> str:
     """What the bits depend on: the processor, and the library's name, which hashes sources, flags and compiler."""
-    return f"{processor()}, {Path(lib._name).stem}"
+    return f"{processor_name()}, {Path(lib._name).stem}"
 
 
 @functools.lru_cache(64)
@@ -270,7 +270,7 @@ def level_rows() -> list[KernelRow]:
     table = {kernel.name: kernel for kernel in TABLE}
     serving, certification = certified_library()
     rows = []
-    for level in WHEEL_LEVELS.get(platform.machine(), ("generic",)):
+    for level in WHEEL_LEVELS.get(machine(), ("generic",)):
         lacks = missing(level)
         if lacks:
             here = f"no: this machine lacks {', '.join(sorted(lacks))}"
@@ -298,7 +298,7 @@ def stored_outcome(level: str) -> str:
     """The result of a level that does not serve now, if its library was certified before."""
     path = found(level)
     if path is not None:
-        stored = registry.load(cache_path("certified", f"{path.stem}.json"), f"{processor()}, {path.stem}")
+        stored = registry.load(cache_path("certified", f"{path.stem}.json"), f"{processor_name()}, {path.stem}")
         if stored.results:
             return outcome(stored)
     return f"yes, certified at its first use (--ops cpu:{level})"

@@ -31,7 +31,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3} 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 GROUPS: tuple[GroupName, ...] = ("full", "sliding")  # the order of a batch's tables
 # The library's sources without comments, and the numbers they declare.
-C = re.sub(r"/\*.*?\*/", "", "\n".join((HERE / name).read_text() for name in SOURCES), flags=re.DOTALL)
+C = re.sub(r"/\*.*?\*/", "", "\n".join((HERE / name).read_text(encoding="utf-8") for name in SOURCES), flags=re.DOTALL)
 NUMBERS: dict[str, type] = {"int": c_int, "int32_t": c_int32, "int64_t": c_int64, "float": c_float}
 STRUCTS: dict[str, type[Structure]] = {}
 

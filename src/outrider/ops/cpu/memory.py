@@ -28,6 +28,13 @@ def advise(address: int, size: int, advice: str = "MADV_HUGEPAGE", unit: int = H
         ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), getattr(mmap, advice))
 
 
+def anonymous(size: int) -> mmap.mmap:
+    """Zeroed memory that is taken when it is touched."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Arena:
     """Hands out tensors from large anonymous mappings; a mapping lives as long as a tensor on it."""
 
@@ -41,7 +48,7 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         if self.block is None or self.at + size > self.end:
             length = -(-(size + HUGE) // BLOCK) * BLOCK
-            mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = anonymous(length)
             self.block = torch.frombuffer(mapping, dtype=torch.uint8)
             address = self.block.data_ptr()
             self.at = -address % HUGE

@@ -6,10 +6,8 @@ attention; `compile` runs a whole model in one call and gives the same bits.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from ctypes import Structure
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ...platforms.processor import default_threads
 from ...types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError, require
 from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
 from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, Weight
@@ -37,18 +36,6 @@ from .packing import LANES, PackedWeight, c_moe, c_weight, routable, table_scale
 
 BF16_LEVEL = 3  # or_isa() from which on pairs of bfloat16 are multiplied
 FACTOR = 4  # bytes of a row's factor, behind its int8 values (cache.store.row_width)
-
-
-def default_threads() -> int:
-    """The cores this process may use: its affinity, less where a cgroup grants fewer."""
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:
-        count = os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # no such file, or no limit: "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        count = min(count, max(1, int(quota) // int(period)))
-    return count
 
 
 class CpuOps(ReferenceOps):

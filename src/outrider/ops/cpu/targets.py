@@ -6,11 +6,13 @@ No import of torch: setup.py and tools use it.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import FLAGS, HERE, UNITS
+from .build import FLAGS, HERE, UNITS, file_name
 
 # No contraction: a sum must round the same in every tile it is part of. Assertions of undefined behaviour are off.
 ZIG_COMMON = "-std=c11 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -fno-sanitize=all -fno-strict-aliasing"
@@ -38,10 +40,6 @@ class Target:
     levels: tuple[str, ...]
     wheel_tag: str = ""  # empty: no wheel
 
-    @property
-    def suffix(self) -> str:
-        return ".dll" if self.system == "win32" else ".so"
-
 
 TARGETS = {
     "linux-x86_64": Target("linux", "x86_64", "x86_64-linux-gnu.2.17", ("amx", *X86_LEVELS), "manylinux_2_17_x86_64"),
@@ -51,6 +49,7 @@ TARGETS = {
     "windows-x86_64": Target("win32", "x86_64", "x86_64-windows-gnu", X86_LEVELS, "win_amd64"),
     "musl-x86_64": Target("linux", "x86_64", "x86_64-linux-musl", ("avx2",)),
 }
+SYSTEM_LIBRARIES = {"win32": ["-lapi-ms-win-core-synch-l1-2-0"], "darwin": [], "linux": ["-lm", "-lpthread"]}
 WARNINGS = "-Wall -Wextra -Wno-psabi"
 # Zig's own option for Windows, which Clang does not use when it only compiles
 QUIET_ZIG = "-Wno-unused-command-line-argument"
@@ -71,14 +70,32 @@ def compile_command(target: Target, level: str, unit: str, output: str, *options
 
 def link_command(target: Target, level: str, objects: list[str], library: str) -> list[str]:
     """The command that links a level's library."""
-    system_libraries = {"win32": ["-lsynchronization"], "darwin": [], "linux": ["-lm", "-lpthread"]}[target.system]
-    return [*_start(target, level), "-O3", "-s", "-shared", *objects, "-o", library, *system_libraries]
+    return [*_start(target, level), "-O3", "-s", "-shared", *objects, "-o", library, *SYSTEM_LIBRARIES[target.system]]
+
+
+def compile_to(target: Target, level: str, folder: Path) -> Path:
+    """Compiles and links a level's library into `folder`, by the name under which that system looks for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / file_name(level, target.machine)
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = [str(Path(scratch, f"{unit}.o")) for unit in UNITS]
+        for unit, output in zip(UNITS, objects):
+            subprocess.run(compile_command(target, level, unit, output, *ZIG_OPTIMISED.split(), "-w"), check=True)
+        subprocess.run(link_command(target, level, objects, str(library)), check=True)
+    return library
 
 
 def program_command(target: Target, level: str, source: Path, program: str) -> list[str]:
     """The command that makes a program of one source file, for tests."""
-    system_libraries = {"win32": ["-lsynchronization"], "darwin": [], "linux": ["-lm", "-lpthread"]}[target.system]
-    return [*_start(target, level), *ZIG_OPTIMISED.split(), "-w", str(source), "-o", program, *system_libraries]
+    return [
+        *_start(target, level),
+        *ZIG_OPTIMISED.split(),
+        "-w",
+        str(source),
+        "-o",
+        program,
+        *SYSTEM_LIBRARIES[target.system],
+    ]
 
 
 def _start(target: Target, level: str) -> list[str]:

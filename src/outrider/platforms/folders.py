@@ -1,0 +1,58 @@
+"""Where a user's files lie: the cache, and the configuration."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """Everything Outrider keeps between runs: OUTRIDER_CACHE, or the system's folder of caches: XDG_CACHE_HOME or
+    ~/.cache on Linux and macOS's ~/Library/Caches, %LOCALAPPDATA% on Windows. For a user without a home, as in a
+    container with a number for a user: `spare_root`."""
+    configured = os.environ.get("OUTRIDER_CACHE")
+    if configured:
+        return Path(configured)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(_caches())
+    return spare_root() if caches.startswith("~") else Path(caches, "outrider")
+
+
+def _caches() -> str:
+    if sys.platform == "win32":
+        return os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    return "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+
+
+def config_file() -> Path:
+    """The user's config.toml: in XDG_CONFIG_HOME, %APPDATA% on Windows, else ~/.config (on macOS, too, as command line
+    programs have it)."""
+    appdata = os.environ.get("APPDATA") if sys.platform == "win32" else None
+    folder = os.environ.get("XDG_CONFIG_HOME") or appdata or "~/.config"
+    return Path(os.path.expanduser(folder), "outrider", "config.toml")
+
+
+def spare_root() -> Path:
+    """The fallback if the cache cannot be written: this user's own folder in the temporary directory."""
+    if not hasattr(os, "getuid"):  # Windows: each user has a temporary directory
+        folder = Path(tempfile.gettempdir()) / "outrider"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    folder = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise OSError(errno.EPERM, f"{folder} belongs to someone else")
+    return folder
+
+
+def writable(root: Path) -> bool:
+    """Can a file be created there? Tried, since permissions do not reveal read-only mounts and full disks."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(4096))
+    except OSError:
+        return False
+    return True

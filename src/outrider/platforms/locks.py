@@ -1,0 +1,25 @@
+"""A lock on an open file that one process holds at a time."""
+
+from __future__ import annotations
+
+import sys
+from typing import BinaryIO
+
+FAR = 1 << 62  # Windows locks bytes, and others could not read them: so one that no file has
+
+
+def lock_file(file: BinaryIO) -> None:
+    """Locks it until it is closed. OSError if another process has done so."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        at = file.tell()
+        file.seek(FAR)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        finally:
+            file.seek(at)
+        return
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
