@@ -109,7 +109,7 @@ class ChildProcess:
         """A connection whose other end the process gets with a byte on its stdin. From any thread."""
         if sys.platform == "win32":
             raise NotImplementedError("Windows hands no sockets to a process: call instead")
-        mine, its = socket.socketpair()
+        parent_socket, its = socket.socketpair()
         with self._lock, its:
             try:
                 self._start()
@@ -118,7 +118,7 @@ class ChildProcess:
             except (OSError, EOFError):
                 self._end()
                 raise ChildLost from None
-        return mine
+        return parent_socket
 
     def start(self) -> None:
         """Now rather than with the first call."""

@@ -120,10 +120,12 @@ def cycle(
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
-    made = CycleOutput(verdict, features, logits, out.streams, kv, verdict.tokens)
+    output = CycleOutput(verdict, features, logits, streams=out.streams, kv=kv, following=verdict.tokens)
     if drafter is None or not drafter.kv_specs:
-        return made
-    return on_path(made, pages, x) if verdict.rows is not None else replace(made, following=rows.flat(verdict.tokens))
+        return output
+    if verdict.rows is not None:
+        return on_path(output, pages, x)
+    return replace(output, following=rows.flat(verdict.tokens))
 
 
 def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:

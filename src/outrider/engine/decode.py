@@ -87,12 +87,19 @@ class Inputs:
 
     @staticmethod
     def of(device: torch.device, idle: int, rows: int) -> Inputs:
-        zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-        by_host = zeros(rows, dtype=torch.bool)
-        ranges = zeros(2 * rows, 3, dtype=torch.int32)
-        guesses = zeros(rows, HOST_DRAFT)
-        drafted = zeros(rows, MAX_DRAFT)
-        return Inputs(zeros(rows) + idle, zeros(rows), zeros(rows) + 1, by_host, zeros(rows), guesses, drafted, ranges)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return Inputs(
+            slots=zeros(rows) + idle,
+            limit=zeros(rows),
+            cap=zeros(rows) + 1,
+            by_host=zeros(rows, dtype=torch.bool),
+            base=zeros(rows),
+            guesses=zeros(rows, HOST_DRAFT),
+            drafted=zeros(rows, MAX_DRAFT),
+            ranges=zeros(2 * rows, 3, dtype=torch.int32),
+        )
 
     def known(self, batch: int, k: int, length: Tensor) -> Tensor:
         """[B, k]: the host's draft tokens after the positions `length` [B], where the sequences are now."""
@@ -209,6 +216,11 @@ class DecodeStep:
             tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
         return Draft(tokens, self.limit)
 
+    def _masks(self, drafts: Tensor) -> Tensor:
+        """bool [R, V]: the grammars' masks that the host has uploaded for these drafts."""
+        assert self.bits is not None
+        return allowed(self.bits[: self.key.batch * (self.key.k + 1)], self.model.config.vocab_size)
+
     def __call__(self) -> Tensor | None:
         key = self.key
         b = self.key.batch
@@ -229,8 +241,8 @@ class DecodeStep:
             out.tokens[:, :k].copy_(self.inputs.drafted[:b, :k])
             return None
         x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
-        if (bits := self.bits) is not None:
-            x.masks = lambda drafts: allowed(bits[: b * (k + 1)], model.config.vocab_size)
+        if self.bits is not None:
+            x.masks = self._masks
         draft = self._guess(last, length, pages, sampling) if k else None
         if isinstance(draft, TreeRows):
             x.tree = draft

@@ -32,7 +32,7 @@ class DraftPolicy:
     block_rows: Mapping[str | None, int] = field(default_factory=dict)
 
     def admit(self, seq: Sequence) -> None:
-        """What this request may draft, as far as it is the same in every step. Drafts are chains where a row could have
+        """Set the limits of this request's drafts, the same in every step. Drafts are chains where a row could have
         other bits in a tree (the backend says). Trees that were not requested must be fast (the executor says) and pay:
         on a CPU only where tokens are drawn (docs/drafting.md); on a GPU rows cost little."""
         request = seq.request
@@ -42,8 +42,8 @@ class DraftPolicy:
         spec = self.spec
         members = self.drafter.members if self.drafter is not None else ()
         seq.offered = {one.name: one.max_tokens for one in members if request.drafter in (True, one.name)}
-        asked = request.draft_tokens if request.draft_tokens is not None else spec.draft_tokens
-        seq.draft_tokens = asked if request.drafter else 0
+        draft_tokens = request.draft_tokens if request.draft_tokens is not None else spec.draft_tokens
+        seq.draft_tokens = draft_tokens if request.drafter else 0
         from_hidden = self.drafter is not None and self.drafter.starts_from != "tokens"
         seq.drafts_from_hidden = from_hidden and bool(seq.offered) and seq.draft_tokens != 0
         nodes = request.tree if request.tree is not None else spec.tree
@@ -111,7 +111,8 @@ class DraftPolicy:
                 adapter=adapter,
             )
         most = self._max_draft_len(seq, widest)
-        offers = {name: n for name in self.controller.drafters if (n := self._offer(seq, name, most))}
+        offers = {name: self._offer(seq, name, most) for name in self.controller.drafters}
+        offers = {name: k for name, k in offers.items() if k > 0}
         match = seq.ngram.match() if seq.ngram is not None and "ngram" in offers else 0
         unread = self.drafter.unread(seq.draft_track, seq.tokens) if self.drafter is not None else 0
         return DraftContext(
@@ -135,9 +136,10 @@ class DraftPolicy:
     def _fixed(self, seq: Sequence, widest: int) -> DraftPlan:
         most = min(seq.draft_tokens or 0, self._max_draft_len(seq, widest))
         for name in self.controller.drafters:
-            if offered := self._offer(seq, name, most):
+            k = self._offer(seq, name, most)
+            if k > 0:
                 nodes = self._nodes(seq, widest) if name != "ngram" else 0
-                return DraftPlan(name, offered, nodes=nodes if nodes > 1 else 0)
+                return DraftPlan(name, k, nodes=nodes if nodes > 1 else 0)
         return NO_DRAFT
 
     def _nodes(self, seq: Sequence, widest: int) -> int:

@@ -108,15 +108,15 @@ class Engine:
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv.dtype or model.dtype
-        own = drafter.kv_specs if drafter is not None else ()
-        budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, own))
+        drafter_kv_specs = drafter.kv_specs if drafter is not None else ()
+        budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, drafter_kv_specs))
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
         members = drafter.members if drafter is not None else ()
         block_rows: dict[str | None, int] = {one.name: one.block_rows for one in members if one.block_rows}
         written = max(self.chunk, MAX_DRAFT + 1, kv.span_rows, *block_rows.values())
         sizes = (budget.max_context, config.page_size, written, budget.tokens, budget.window_tokens)
-        self.store = KVStore(model.config, CacheSpec(self.max_batch, *sizes), dtype, self.device, own)
+        self.store = KVStore(model.config, CacheSpec(self.max_batch, *sizes), dtype, self.device, drafter_kv_specs)
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
         self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
@@ -159,8 +159,9 @@ class Engine:
         self.meanwhile: Callable[[], None] = lambda: None
         self._seqs: dict[str, Sequence] = {}
         self._events: list[Event] = []
-        if 0 < (most := self.can.independent_rows) < self.max_batch:
-            log.warning("not batch-invariant beyond %d sequences: outputs may vary with the batch", most)
+        independent = self.can.independent_rows
+        if 0 < independent < self.max_batch:
+            log.warning("not batch-invariant beyond %d sequences: outputs may vary with the batch", independent)
 
     @property
     def background(self) -> frozenset[str]:
@@ -178,30 +179,30 @@ class Engine:
     @property
     def metrics(self) -> Metrics:
         """The counters so far; thread-safe."""
-        found = self._metrics
+        metrics = self._metrics
         store = self.store
         scheduler = self.scheduler
-        found.running = len(scheduler.running)
-        found.waiting = len(scheduler.waiting)
-        found.preemptions = scheduler.preemptions
-        found.prefill_seconds = self.runner.prompt_seconds
+        metrics.running = len(scheduler.running)
+        metrics.waiting = len(scheduler.waiting)
+        metrics.preemptions = scheduler.preemptions
+        metrics.prefill_seconds = self.runner.prompt_seconds
         if store.disk is not None:
-            found.prefix_pages_read = store.disk.pages_read
-            found.prefix_pages_written = store.disk.pages_written
-        found.free_pages = {name: group.pool.free for name, group in store.groups.items()}
-        found.kv_bytes = store.taken()
-        return found
+            metrics.prefix_pages_read = store.disk.pages_read
+            metrics.prefix_pages_written = store.disk.pages_written
+        metrics.free_pages = {name: group.pool.free for name, group in store.groups.items()}
+        metrics.kv_bytes = store.taken()
+        return metrics
 
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one supports everything."""
         runner = self.runner
         drafter = self.drafter
-        made = list[Executor]()
+        executors = list[Executor]()
         if self.graphs and (drafter is None or drafter.in_graph):
             widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
             budget = self.kv_budget
             advice: Mapping[str, Any] = self.tokenizer.files.sampling if self.tokenizer is not None else {}
-            made.append(
+            executors.append(
                 GraphExecutor(
                     runner,
                     self.can,
@@ -213,12 +214,12 @@ class Engine:
             )
         net, block = (drafter.net, drafter.block_call) if drafter is not None else (None, None)
         cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps, block)
-        own = drafter is not None and bool(drafter.kv_specs)
-        if cycle is not None and not made and (not own or cycle.unread is not None):
-            made.append(HostExecutor(runner, cycle))
-        if drafter is not None and own and not made:
+        has_own_kv = drafter is not None and bool(drafter.kv_specs)
+        if cycle is not None and not executors and (not has_own_kv or cycle.unread is not None):
+            executors.append(HostExecutor(runner, cycle))
+        if drafter is not None and has_own_kv and not executors:
             log.info("drafter %s: steps run operation by operation (eager)", drafter.name)
-        return [*made, EagerExecutor(runner)]
+        return [*executors, EagerExecutor(runner)]
 
     def warm_up(self, say: Callable[[str], None]) -> None:
         """On a GPU: capture what the first requests of a program would wait for, and tell how far that is."""

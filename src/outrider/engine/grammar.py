@@ -88,11 +88,11 @@ class GrammarMatcher:
 
     def _replay(self) -> None:
         """Restore the state before the draft; a parser that has failed cannot roll back."""
-        taken = self._taken
+        tokens = self._taken
         self._taken = []
         self._inner = self._start.deep_copy()
         self.failed = None
-        self.advance(taken)
+        self.advance(tokens)
 
     def _fail(self, why: str) -> None:
         self.failed = self.failed or f"the grammar failed: {first_line(why)}"
@@ -102,9 +102,9 @@ class GrammarMatcher:
             return token in self._eos  # the text is complete; the end token changes nothing
         began = time.thread_time()
         # leaves the state usable on refusal; consume_token would poison it
-        taken = self._inner.try_consume_tokens([token])
+        num_consumed = self._inner.try_consume_tokens([token])
         self._spent += time.thread_time() - began
-        return bool(taken == 1)
+        return bool(num_consumed == 1)
 
     def _fill(self, row: np.ndarray) -> None:
         if not self.done:
@@ -170,13 +170,13 @@ class GrammarCompiler:
         start = self._ll.LLMatcher(self._tokenizer, grammar, log_level=0)
         if start.is_error():
             raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
-        made = CompiledGrammar(start, self._vocab, self._eos)
-        first = made.matcher()
+        compiled = CompiledGrammar(start, self._vocab, self._eos)
+        first = compiled.matcher()
         # some grammars compile but allow nothing, or are too complex at the first step
         some = unpacked(first.bits([]), self._vocab).any()
         if first.failed is not None or not some:
             raise OutriderError(f"the grammar can't be compiled: {first.failed or 'it allows no text at all'}")
-        return made
+        return compiled
 
 
 class AllowedTokens:

@@ -177,16 +177,16 @@ class GraphExecutor(Executor):
         return True
 
     def _stand_in(self, wanted: Key) -> Key:
-        found, count = self._instead.get(wanted, (None, 0))
-        if found is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(found, wanted)):
+        stand_in, count = self._instead.get(wanted, (None, 0))
+        if stand_in is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(stand_in, wanted)):
             max_k = MAX_DRAFT if wanted.source == "host" else self._max_k
             padded = graph_dispatch.padded(wanted, *self._bounds, max_k)
-            if found is None:
-                found = graph_dispatch.stand_in(self.cache.graphs, wanted) or self._spare(padded) or wanted
+            if stand_in is None:
+                stand_in = graph_dispatch.stand_in(self.cache.graphs, wanted) or self._spare(padded) or wanted
             else:
-                found = self._spare(replace(wanted, context=padded.context)) or found
-        self._instead[wanted] = (found, count + 1)
-        return found
+                stand_in = self._spare(replace(wanted, context=padded.context)) or stand_in
+        self._instead[wanted] = (stand_in, count + 1)
+        return stand_in
 
     def _spare(self, key: Key) -> Key | None:
         """This graph, captured now; None if that fails: it is optional."""
@@ -225,12 +225,12 @@ class GraphExecutor(Executor):
         """Tokens of each sequence's tree in this step; 0: chains, as no request uses trees, they would be too deep or
         too wide, or the step has penalties, masks, logprobs or drafts from the host."""
         # pages are reserved for this many rows of each; a sequence without a draft keeps its root
-        asked = min(item.plan.nodes for item in scheduled if item.plan.k)
-        narrow = depth < asked and depth <= DEEPEST and len(scheduled) * furthest <= graph_dispatch.TREE_POSITIONS
+        max_nodes = min(item.plan.nodes for item in scheduled if item.plan.k)
+        narrow = depth < max_nodes and depth <= DEEPEST and len(scheduled) * furthest <= graph_dispatch.TREE_POSITIONS
         if self.drafter is None or not self.trees or not narrow:
             return 0
         drafter = self.drafter.member(self._named(scheduled))
-        nodes = min(max((n for n in NODES if n <= asked), default=0), drafter.max_nodes(depth))
+        nodes = min(max((n for n in NODES if n <= max_nodes), default=0), drafter.max_nodes(depth))
         return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Sequence]) -> tuple[Choosing, SamplingFeatures]:
@@ -358,7 +358,7 @@ class GraphExecutor(Executor):
     def _drop(self, keep: Callable[[Key], bool]) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
-        self.cache.graphs = {key: made for key, made in self.cache.graphs.items() if keep(key)}
+        self.cache.graphs = {key: graph for key, graph in self.cache.graphs.items() if keep(key)}
         self._instead.clear()
 
     def _mask(self, scheduled: DecodeRows, key: Key, draft: CapturedGraph | None) -> None:
@@ -390,8 +390,8 @@ class GraphExecutor(Executor):
         if key.asks != NO_FEATURES:
             self.runner.batch_sampling = None
         if fresh:
-            told = [(item.slot, item.seq.tokens[-1], item.position) for item in fresh]
-            where, last, position = upload([*zip(*told)], torch.int64, self.device)
+            rows = [(item.slot, item.seq.tokens[-1], item.position) for item in fresh]
+            where, last, position = upload([*zip(*rows)], torch.int64, self.device)
             self.state.last.index_copy_(0, where, last)
             self.state.position.index_copy_(0, where, position)
         fill = key.batch - len(scheduled)

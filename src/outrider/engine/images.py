@@ -44,17 +44,17 @@ class ImageEncoder:
 
     def encode(self, image: object) -> SoftSpan:
         """A path, the bytes of a file, a data URL, a PIL image or uint8 [h, w, 3 or 4 or nothing]; as a span at 0."""
-        made = np.ascontiguousarray(self._pixels(image))
+        pixels = np.ascontiguousarray(self._pixels(image))
         config = self.config
-        long = max(made.shape[:2]) // (config.side if config.kind == "unified" else config.patch)
+        long = max(pixels.shape[:2]) // (config.side if config.kind == "unified" else config.patch)
         if not config.square and long > config.positions:
             raise OutriderError(f"the image is too narrow: {long} patches long, and the model knows {config.positions}")
-        digest = hashlib.blake2b(made.tobytes(), digest_size=16, salt=VERSION)
-        digest.update(str(made.shape).encode())
+        digest = hashlib.blake2b(pixels.tobytes(), digest_size=16, salt=VERSION)
+        digest.update(str(pixels.shape).encode())
         key = digest.digest()
 
         def span() -> SoftSpan:
-            soft_tokens = self.model.encode(torch.from_numpy(made.copy()))
+            soft_tokens = self.model.encode(torch.from_numpy(pixels.copy()))
             return SoftSpan(0, soft_tokens, key, config.bidirectional, config.pad_id)
 
         return self._spans.get(key, span)

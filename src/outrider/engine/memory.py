@@ -107,8 +107,8 @@ def container_bytes(root: Path) -> int:
             counts = dict(line.split() for line in (root / stat).read_text(encoding="ascii").splitlines())
             most = (root / limit).read_text(encoding="ascii").strip()
             if most != "max":
-                taken = int((root / used).read_text(encoding="ascii")) - int(counts.get(files, 0))
-                return max(0, int(most) - max(0, taken))
+                used_bytes = int((root / used).read_text(encoding="ascii")) - int(counts.get(files, 0))
+                return max(0, int(most) - max(0, used_bytes))
     return UNKNOWN
 
 
@@ -149,16 +149,18 @@ def plan_kv_memory(
     each = [2 * attn.kv_heads * row_width(attn.head_dim, dtype) * size for attn in specs]  # bytes per position
     per_token = sum(each)
     full = sum(n for n, attn in zip(each, specs) if attn.window is None)  # windows do not grow with the context
-    asked = min(config.max_context or model.max_context, model.max_context)
+    max_context = min(config.max_context or model.max_context, model.max_context)
     if budget is not None and config.kv_tokens is None:
         window = max(attn.window or 0 for attn in specs)
-        return _divided(config, asked, full, per_token - full, window, batch, budget)
+        return _divided(config, max_context, full, per_token - full, window, batch, budget)
     if config.max_context is None and budget is None:
-        asked = min(model.max_context, max(MIN_CONTEXT, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
-    if full * asked > free:
-        raise _too_long(asked, full * asked, free)
-    tokens = config.kv_tokens or min(batch * asked, max(asked, KV_BYTES // per_token)) + config.page_size
-    return KVBudget(asked, tokens)
+        max_context = min(
+            model.max_context, max(MIN_CONTEXT, max(KV_BYTES, free // SHARE) // per_token - config.page_size)
+        )
+    if full * max_context > free:
+        raise _too_long(max_context, full * max_context, free)
+    tokens = config.kv_tokens or min(batch * max_context, max(max_context, KV_BYTES // per_token)) + config.page_size
+    return KVBudget(max_context, tokens)
 
 
 def _divided(
@@ -166,16 +168,18 @@ def _divided(
 ) -> KVBudget:
     """A GPU's budget divided between full and sliding layers. full, sliding: bytes per position of all such layers."""
     page = config.page_size
-    held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
+    window_positions = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024
     # Space for prompts to write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k.
     # Fewer sequences leave more for prompts.
     spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
-    served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
+    served = max(
+        1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + window_positions * sliding))
+    )
     if full:  # one sequence must be able to use the whole context, even if few others then fit
         left = budget - spare * sliding - (asked + page) * full
-        served = max(1, min(served, left // max(1, held * sliding))) if sliding else served
-    window_tokens = served * held + spare
+        served = max(1, min(served, left // max(1, window_positions * sliding))) if sliding else served
+    window_tokens = served * window_positions + spare
     tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
     tokens = min(tokens, batch * asked + page)
     if tokens < asked + page:
@@ -189,5 +193,5 @@ def _divided(
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:
-    held = f"{need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory are free"
-    return OutriderError(f"{context} tokens of context need {held}: lower --max-context")
+    sizes = f"{need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory are free"
+    return OutriderError(f"{context} tokens of context need {sizes}: lower --max-context")

@@ -8,6 +8,7 @@ from collections import abc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,23 @@ if TYPE_CHECKING:
     from ..ops.cpu.block import UnreadRows
 
 log = logging.getLogger("outrider")
+
+
+def packed(chunks: PromptChunks, max_rows: int, replay_rows: int) -> list[list[PromptChunk]]:
+    """Groups of chunks that share a pass of at most `max_rows` rows. Chunks of more than `replay_rows` have other
+    attention kernels, so they come last, in groups of their own. A single chunk may be longer than a pass."""
+    groups = list[list[PromptChunk]]()
+    num_rows = 0
+    previous_is_long: bool | None = None
+    for chunk in sorted(chunks, key=lambda chunk: chunk.num_tokens > replay_rows):
+        is_long = chunk.num_tokens > replay_rows
+        if is_long != previous_is_long or num_rows + chunk.num_tokens > max_rows:
+            groups.append([])
+            num_rows = 0
+        groups[-1].append(chunk)
+        num_rows += chunk.num_tokens
+        previous_is_long = is_long
+    return groups
 
 
 @dataclass
@@ -70,32 +88,26 @@ class ModelRunner:
         rows, and long chunks only with long ones, which have other attention kernels. run: another way to run a pass,
         of at most `most` rows (0: as many as are independent)."""
         can = self.model.ops.capabilities
-        at = 0
-        for chunk in chunks if any(x.seq.request.spans for x in chunks) else ():
-            if (span := chunk.seq.span_at(chunk.start)) is not None:
-                began = self.clock()
-                self.run_span(chunk, span)
-                chunk.seq.stats.prefill_s += self.clock() - began
-                self.prompt_seconds += self.clock() - began
-        chunks = [x for x in chunks if not x.seq.request.spans or x.seq.span_at(x.start) is None]
-        fit = min(most or can.independent_rows, can.independent_rows)
-        chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > can.replay_rows)
-        while at < len(chunks):
-            rows = chunks[at].num_tokens
-            end = at + 1
-            long = chunks[at].num_tokens > can.replay_rows
-            while end < len(chunks) and (chunks[end].num_tokens > can.replay_rows) == long:
-                if rows + chunks[end].num_tokens > fit:
-                    break
-                rows = rows + chunks[end].num_tokens
-                end = end + 1
-            began = self.clock()
-            (run or self.run)(chunks[at:end])
-            seconds = self.clock() - began
-            self.prompt_seconds += seconds
-            for chunk in chunks[at:end]:
-                chunk.seq.stats.prefill_s += seconds * chunk.num_tokens / rows
-            at = end
+        texts = list[PromptChunk]()
+        for chunk in chunks:
+            span = chunk.seq.span_at(chunk.start) if chunk.seq.request.spans else None
+            if span is None:
+                texts.append(chunk)
+            else:
+                self._timed([chunk], partial(self.run_span, chunk, span))
+        max_rows = min(most or can.independent_rows, can.independent_rows)
+        for group in packed(texts, max_rows, can.replay_rows):
+            self._timed(group, partial(run or self.run, group))
+
+    def _timed(self, chunks: PromptChunks, run: Callable[[], None]) -> None:
+        """Run a pass over these chunks and divide its time among their sequences."""
+        began = self.clock()
+        run()
+        seconds = self.clock() - began
+        self.prompt_seconds += seconds
+        num_rows = sum(chunk.num_tokens for chunk in chunks)
+        for chunk in chunks:
+            chunk.seq.stats.prefill_s += seconds * chunk.num_tokens / num_rows
 
     @torch.inference_mode()
     def run(self, chunks: PromptChunks) -> None:
@@ -194,13 +206,13 @@ class ModelRunner:
         soft = span.soft_tokens[rows : rows + chunk.num_tokens].to(self.device, self.model.dtype)
         end = span.end if span.bidirectional else None
         last = last_rows(kv, [0] if chunk.wanted else [])
-        own = self.drafter is not None and bool(self.drafter.kv_specs)  # it reads all rows
+        reads_all_rows = self.drafter is not None and bool(self.drafter.kv_specs)
         model = self.model
         adapted = chunk.seq.adapter is not None
         if self.adapters is not None and adapted:
             model = self.adapters.model_for([chunk.seq.adapter], [chunk.num_tokens])
-        out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if own or adapted else last, end)
-        if own and self.drafter is not None:
+        out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if reads_all_rows or adapted else last, end)
+        if reads_all_rows and self.drafter is not None:
             self.extend([chunk.seq], out.streams, kv, self.next_tokens([chunk]))
         if chunk.wanted:
             self.features[chunk.slot] = out.features[-1]

@@ -44,7 +44,7 @@ class OutputProcessor:
             ended = token in self.end_token_ids and self._count >= params.min_tokens
             finish = "stop" if ended else ("length" if len(texts) + 1 >= room else None)
             error = None
-            found = None
+            stop = None
             if self.matcher is not None:
                 self.matcher.advance([token])
                 error = self.matcher.failed
@@ -54,23 +54,23 @@ class OutputProcessor:
             if finish is not None and detok is not None:
                 text += detok.flush()
             if params.stop:
-                text, found = self._until_stop(text, finish is not None)
-                finish = "stop" if found is not None and error is None else finish
+                text, stop = self._until_stop(text, finish is not None)
+                finish = "stop" if stop is not None and error is None else finish
             texts.append(text)
             if finish is not None:
-                return Accepted(texts, finish, error, found)
+                return Accepted(texts, finish, error, stop)
         return Accepted(texts)
 
     def _until_stop(self, text: str, last: bool) -> tuple[str, str | None]:
         """The part of the text that may be emitted, and the stop string that ended it."""
         stops = self._params.stop
         self._held += text
-        found = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)
-        end = found[0][0] if found else len(self._held)
-        if found and self._params.include_stop:
-            end += len(found[0][1])
-        if not found and not last:
+        matches = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)
+        end = matches[0][0] if matches else len(self._held)
+        if matches and self._params.include_stop:
+            end += len(matches[0][1])
+        if not matches and not last:
             end -= max(overlap(self._held, stop) for stop in stops)
         show = self._held[:end]
         self._held = self._held[end:]
-        return show, found[0][1] if found else None
+        return show, matches[0][1] if matches else None

@@ -99,14 +99,14 @@ class PrefillGraphs:
         if key in self.cache.graphs or key in self.cache.refused:
             return self.cache.graphs.get(key)
         self._say([], key)  # the warm-up runs on the scratch page alone
-        made = self.cache.capture(key, partial(prompt_pass, self.runner, self._numbers, key), self.runner.divided)
-        if not isinstance(made, str):
-            self.cache.graphs[key] = made
-            return made
+        graph = self.cache.capture(key, partial(prompt_pass, self.runner, self._numbers, key), self.runner.divided)
+        if not isinstance(graph, str):
+            self.cache.graphs[key] = graph
+            return graph
         if key.rows <= self.most:
             self.most = max((n for n in ROWS if n < key.rows), default=0)
             log.warning(
-                "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, made
+                "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, graph
             )
         return None
 

@@ -190,7 +190,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots and pages to waiting sequences, in order. Paused ones stay where they are, and give way."""
-        while (seq := next((seq for seq in self.waiting if not seq.paused), None)) is not None:
+        while True:
+            seq = next((seq for seq in self.waiting if not seq.paused), None)
+            if seq is None:
+                return
             full = len(self.running) >= self.max_batch or self.cache.free_slots == 0
             if full and not self._preempt_paused():
                 return

@@ -109,8 +109,8 @@ class SharedEngine:
     def _fail(self, error: BaseException) -> None:
         boxes = self._boxes
         self._boxes = {}
-        told = OutriderError(f"a step that ran for several callers failed in one of them: {type(error).__name__}")
+        failure = OutriderError(f"a step that ran for several callers failed in one of them: {type(error).__name__}")
         for id, box in boxes.items():
             with suppress(Exception):
                 self.engine.abort(id)
-            box.append(told)
+            box.append(failure)

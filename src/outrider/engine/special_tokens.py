@@ -78,11 +78,11 @@ class SpecialTokenGuard:
             masked = [_masked(m, self._own if m.get("role") == "assistant" else self._outside, there) for m in messages]
             more = {name: _masked(value, self._outside, there) for name, value in variables.items()}
             written = render(masked, _masked(tools, self._outside, there), more)  # type: ignore[arg-type]
-        found = [m[0] for m in self._all.finditer(written)]
-        if [m[0] for m in self._all.finditer(plain)] == found and self._no_more(ids, found):
+        matches = [m[0] for m in self._all.finditer(written)]
+        if [m[0] for m in self._all.finditer(plain)] == matches and self._no_more(ids, matches):
             return ChatPrompt(ids, written, plain)
         ids = self._encode_apart(written, back)
-        require(self._no_more(ids, found), f"{SPELLED} cannot tell them from the template's: leave them out")
+        require(self._no_more(ids, matches), f"{SPELLED} cannot tell them from the template's: leave them out")
         return ChatPrompt(ids, written, plain)
 
     def _no_more(self, ids: Iterable[int], found: Iterable[str]) -> bool:
@@ -92,9 +92,9 @@ class SpecialTokenGuard:
 
     def _stand_ins(self, text: str) -> dict[str, str]:
         """For each character to be replaced, one that does not occur in `text`, not even as a JSON escape."""
-        held = set(text)
+        characters = set(text)
         private = (chr(code) for part in PRIVATE for code in part)
-        free = (c for c in private if c not in held and json.dumps(c)[1:-1] not in text)
+        free = (c for c in private if c not in characters and json.dumps(c)[1:-1] not in text)
         wanted = {t[0] for t in self._ids} | {t[-1] for t in self._ids}
         try:
             return {next(free): c for c in sorted(wanted)}

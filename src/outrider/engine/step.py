@@ -112,7 +112,7 @@ class Sequence:
         return any(span.bidirectional and span.start < position < span.end for span in self.request.spans)
 
     def chunk_end(self, start: int, end: int) -> int:
-        """Where a prompt chunk from `start` ends that would end at `end`. A chunk holds text or rows of one image; an
+        """The end of a prompt chunk from `start` that would end at `end`. A chunk holds text or rows of one image; an
         image whose rows see each other is never split. It depends on the prompt only."""
         for span in self.request.spans:
             if start < span.start:
@@ -130,8 +130,8 @@ class Sequence:
     @property
     def prefix_root(self) -> bytes:
         """K/V is shared within a namespace only, and among sequences whose adapter has the same content."""
-        mine = self.request.namespace
-        return mine if self.adapter is None else mine + b" adapter " + self.adapter.digest
+        namespace = self.request.namespace
+        return namespace if self.adapter is None else namespace + b" adapter " + self.adapter.digest
 
     @property
     def remaining(self) -> int:
@@ -233,7 +233,7 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
-    """What the decode rows of a step need of an executor."""
+    """Features of a step's decode rows that an executor may not support."""
 
     altered: bool = False  # history or masks change the logits of some sequence
     drafters: frozenset[str | None] = frozenset()  # that plans name

@@ -85,8 +85,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        kept = (i for i in ids if keep_special or i not in self.special_ids)
-        text = b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+        shown = (i for i in ids if keep_special or i not in self.special_ids)
+        text = b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
         return text[1:] if self.strips_space and text.startswith(" ") else text
 
     def token_bytes(self, index: int) -> bytes:
@@ -155,11 +155,11 @@ class Tokenizer:
         require(self.has_chat_template, f"{self.files.where} has no chat template: send a plain prompt")
         odd = next(filter(reserved, variables), None)
         require(odd is None, f"the chat template's variable '{str(odd)[:40]}' can't be set")
-        given = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None}
-        given |= {"add_generation_prompt": add_generation_prompt, **variables, **self.files.specials}
+        context = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None}
+        context |= {"add_generation_prompt": add_generation_prompt, **variables, **self.files.specials}
         elsewhere = self.render_elsewhere
         try:
-            return self.with_image_text(self._template.render(given) if elsewhere is None else elsewhere(given))
+            return self.with_image_text(self._template.render(context) if elsewhere is None else elsewhere(context))
         except OutriderError:
             raise
         except Exception as error:  # a template is untrusted code: any failure is bad input

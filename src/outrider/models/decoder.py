@@ -158,7 +158,7 @@ class TextModel:
         return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))
 
     def with_ops(self, ops: Backend) -> TextModel:
-        """The same weights for passes with other operations, which know the pass's rows (ops.lowrank,
+        """This model for passes with other operations, which know the pass's rows (ops.lowrank,
         ops.adapter_slots): all rows run through all layers. Made per pass, so it shares everything."""
         model = copy.copy(self)
         model.ops = ops

@@ -48,9 +48,9 @@ class Collectives:
         """The sum of all processes' tensors, in the order of the ranks; the same bits everywhere."""
         return partial
 
-    def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """[R, widths[rank]] of each -> [R, sum(widths)], in the order of the ranks."""
-        return mine
+        return part
 
 
 SOLO = Collectives()

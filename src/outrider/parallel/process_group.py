@@ -114,10 +114,10 @@ class ProcessGroup(Collectives):
             out = out + every[rank]
         return out.to(partial.dtype)
 
-    def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         wide = max(widths)
-        mine = F.pad(mine, (0, wide - mine.shape[1])) if mine.shape[1] < wide else mine.contiguous()
-        every = self._every(mine)
+        padded = F.pad(part, (0, wide - part.shape[1])) if part.shape[1] < wide else part.contiguous()
+        every = self._every(padded)
         return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
 
     def _every(self, mine: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class ProcessGroup(Collectives):
         for rank, (_, wrong) in enumerate(every):
             where = f"process {rank} of --tensor-parallel {self.tp.world}: " if rank else ""
             require(wrong is None, f"{where}{wrong}")
-        return [min(each) for each in zip(*(found for found, _ in every))]
+        return [min(each) for each in zip(*(values for values, _ in every))]
 
     # ---- the end
     def close(self, told: bool = False) -> None:
@@ -200,8 +200,8 @@ def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> Pr
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank = _number("RANK")
         there = _number("WORLD_SIZE")
-        asked = f"--tensor-parallel asks for {world}: give both the same number"
-        require(there == world, f"{there} processes were started and {asked}")
+        remedy = f"--tensor-parallel asks for {world}: give both the same number"
+        require(there == world, f"{there} processes were started and {remedy}")
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
         watch = Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), [])
         return ProcessGroup(store, place, watch)

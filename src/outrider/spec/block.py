@@ -69,10 +69,10 @@ class BlockDrafter(Drafter):
         if batch.branches and self.one_pass:
             return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads)
         if batch.plans is None:
-            made = self._drafted(batch, wide)
+            draft = self._drafted(batch, wide)
         else:
-            made = confident_round(batch, wide, self._score(batch, wide, heads), heads)
-        return made if made.tokens.shape[1] == k else padded(made, k)
+            draft = confident_round(batch, wide, self._score(batch, wide, heads), heads)
+        return draft if draft.tokens.shape[1] == k else padded(draft, k)
 
     def max_nodes(self, depth: int) -> int:
         return max_nodes(depth) if self.one_pass and depth <= self.max_tokens else 0
@@ -153,11 +153,11 @@ class BlockDrafter(Drafter):
         block = self.block
         hidden = self.block.target.config.hidden
         feature = block.context(batch.features[:, hidden:].split(hidden, -1))
-        own = block.rows(block.layers[0], feature, batch.position - 1, wide)
+        block_rows = block.rows(block.layers[0], feature, batch.position - 1, wide)
 
         def step(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
             nonlocal feature
-            h, feature = block.feature_step(token, feature, batch.kv, own, j)
+            h, feature = block.feature_step(token, feature, batch.kv, block_rows, j)
             return self._named(block.logits(h))
 
         return step

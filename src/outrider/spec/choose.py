@@ -134,16 +134,16 @@ class SamplingBatch:
         if self.stops is not None and self.min_tokens is not None and self.out_len is not None:
             early = self.out_len[row_seq] + row_offset < self.min_tokens[row_seq]  # [R]
             added = torch.where(early[:, None], self.stops.values[row_seq], 0.0)
-            kept = z.scatter_add(1, self.stops.ids[row_seq], added)
+            biased = z.scatter_add(1, self.stops.ids[row_seq], added)
             # if only a stop token is left (a finished grammar), min_tokens is ignored
-            z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
+            z = biased if grammar is None else torch.where((biased.amax(-1) > -math.inf)[:, None], biased, z)
         if self.any_sampled:
             z = z / self.temperature[row_seq][:, None]
         if (cut := self.cut) is None:
             return z
         of_row = (cut.top_k[row_seq], cut.top_p[row_seq], cut.min_logp[row_seq])
-        made = ops.filter_logits(z, *of_row) if ops is not None else None
-        return made if made is not None else self._filter(z, row_seq, cut, exact=True)
+        filtered = ops.filter_logits(z, *of_row) if ops is not None else None
+        return filtered if filtered is not None else self._filter(z, row_seq, cut, exact=True)
 
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
         """Tokens [R]; `position` [R] is the position of the chosen token in its sequence."""
@@ -257,11 +257,11 @@ class SamplingBatch:
         if self.filters.top_p:
             mass = ((z - best).exp() * MASS).to(torch.int64).masked_fill_(z < floor[:, None], 0)  # [R, V]
             limit = cut.top_p[row_seq] * mass.sum(-1)  # float64 [R]
-            own = mass.gather(1, at)  # [R, head]
-            upto = own.cumsum(-1)
-            kept = values.masked_fill((upto - own) >= limit[:, None], math.inf).amin(-1)
+            token_mass = mass.gather(1, at)  # [R, head]
+            upto = token_mass.cumsum(-1)
+            inside = values.masked_fill((upto - token_mass) >= limit[:, None], math.inf).amin(-1)
             on = cut.top_p[row_seq] < 1.0
-            floor = torch.where(on, torch.maximum(floor, kept), floor)
+            floor = torch.where(on, torch.maximum(floor, inside), floor)
             enough = ~on | (upto[:, -1] >= limit)
         return torch.maximum(floor, best[:, 0] + cut.min_logp[row_seq]), (k <= head) | (k == OFF) & enough
 

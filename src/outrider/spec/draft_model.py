@@ -190,10 +190,10 @@ class DraftModel(Drafter):
             ends = (plans[i].stop, plans[i].drop) if plans is not None else (0.0, 0.0)
             behind.append(DraftRequest(tokens[i][start:], start, track.pages, list(track.unlisted), *ends))
         some = sampling if len(ready) == len(tokens) else sampling.select(torch.tensor([i for i, _ in ready]))
-        made = self.chain.run(behind, self.pages.all, k, some, texts.trust)
-        for (i, track), was, brought in zip(ready, behind, made):
-            track.held[was.start :] = [*was.tokens, *brought.tokens[:-1]]
-            out[i] = brought
+        results = self.chain.run(behind, self.pages.all, k, some, texts.trust)
+        for (i, track), was, result in zip(ready, behind, results):
+            track.held[was.start :] = [*was.tokens, *result.tokens[:-1]]
+            out[i] = result
         return out
 
     def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int, left: int, enough: int) -> None:
@@ -220,11 +220,11 @@ class DraftModel(Drafter):
         return self.model.forward(tokens, view, wanted=wanted).hidden
 
     def _one_call(self, batch: DraftBatch, k: int) -> Draft:
-        made = self.draft_on_host(batch, k, len(batch.tokens) == 1)
+        results = self.draft_on_host(batch, k, len(batch.tokens) == 1)
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
-        confidence = torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32)
-        lengths = torch.tensor([m.length for m in made])
-        return Draft(torch.tensor([fill(m.tokens) for m in made]), lengths, confidence=confidence)
+        confidence = torch.tensor([fill(m.confidence) for m in results], dtype=torch.float32)
+        lengths = torch.tensor([m.length for m in results])
+        return Draft(torch.tensor([fill(m.tokens) for m in results]), lengths, confidence=confidence)
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
@@ -232,7 +232,9 @@ class DraftModel(Drafter):
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.tokens) else batch.sampling.select(at)
         plans = None if batch.plans is None else [batch.plans[i] for i in fit]
-        own = replace(batch, last=batch.last[at], position=batch.position[at], sampling=sampling, plans=plans)
+        filtered_batch = replace(
+            batch, last=batch.last[at], position=batch.position[at], sampling=sampling, plans=plans
+        )
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
         scores, names = self._scores([t.unlisted for t in tracks])
         ids = None if names is None else names.expand(len(fit), -1)
@@ -244,7 +246,7 @@ class DraftModel(Drafter):
             return ids, scores(self.model.forward(token, view).hidden)
 
         # A step costs as much as a token of a small model: too much for a token that will hardly be accepted.
-        drafted = confident_round(own, k, score)
+        drafted = confident_round(filtered_batch, k, score)
         self._last = (tracks, drafted.tokens[:, :-1])
         return padded(drafted, k)
 
@@ -266,8 +268,8 @@ class DraftModel(Drafter):
         strange = torch.tensor([[t not in tokens for t in more] for tokens in beside])  # [F, M] of other sequences
 
         def scored(h: Tensor) -> Tensor:
-            own = ops.logits(h, rows, cap).masked_fill(strange, -math.inf)
-            return torch.cat((ops.logits(h, self.head, cap), own), 1)
+            known_logits = ops.logits(h, rows, cap).masked_fill(strange, -math.inf)
+            return torch.cat((ops.logits(h, self.head, cap), known_logits), 1)
 
         return scored, torch.cat((listed, torch.tensor(more)))
 

@@ -116,7 +116,7 @@ class Drafter:
         raise NotImplementedError(f"{self.name} builds no trees in captured steps")
 
     def new_track(self, request_id: str) -> Any:
-        """What it keeps for a new sequence, which owns it; `release` ends it. Most drafters keep nothing."""
+        """State for a new sequence, which owns it; `release` ends it. Most drafters keep nothing."""
         return None
 
     def unread(self, track: Any, tokens: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ READING = 48  # unread tokens of the round by which reading is timed
 
 
 class ControllerState:
-    """What the controller knows of one sequence."""
+    """The controller's knowledge of one sequence."""
 
     def __init__(self, wait: int) -> None:
         self.arms: dict[Source, PositionStats] = {}  # acceptance in this request, by source of drafts
@@ -141,7 +141,7 @@ class CycleBookings:
 
 @dataclass
 class CyclePlan:
-    """What the controller proposes for one cycle. A proposal that is not committed changes nothing."""
+    """The controller's proposal for one cycle. A proposal that is not committed changes nothing."""
 
     plans: list[DraftPlan]
     bookings: CycleBookings | None = None

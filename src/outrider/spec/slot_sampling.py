@@ -26,7 +26,7 @@ def _wide(count: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """What the sequences of a step need in addition to temperature and filters; part of a graph's key."""
+    """Features of a step's sequences beyond temperature and filters; part of a graph's key."""
 
     penalties: bool = False
     bias: int = 0  # most entries of a sequence
@@ -102,10 +102,12 @@ class SlotSampling:
             rates = (zeros(self.slots) + 1.0, zeros(self.slots), zeros(self.slots))
             self.penalties = Penalties(*rates, zeros(wide, dtype=torch.bool), zeros(wide, dtype=torch.int32))
             self.version += 1
-        if (more := asks.bias - self.bias.ids.shape[1]) > 0:
+        more = asks.bias - self.bias.ids.shape[1]
+        if more > 0:
             self.bias = _widened(self.bias, more)
             self.version = self.version + 1
-        if (more := asks.stops - self.stops.ids.shape[1]) > 0:
+        more = asks.stops - self.stops.ids.shape[1]
+        if more > 0:
             self.stops = _widened(self.stops, more)
             self.version = self.version + 1
         old = self.words
@@ -136,12 +138,14 @@ class SlotSampling:
         put(self.cut.min_logp, [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn])
         put(self.min_tokens, [p.min_tokens for p in params])
         put(self.prompt_len, [len(row.prompt) for row in rows])
-        if (to := self.penalties) is not None:
+        to = self.penalties
+        if to is not None:
             put(to.repetition, [p.repetition_penalty for p in params])
             put(to.presence, [p.presence_penalty for p in params])
             put(to.frequency, [p.frequency_penalty for p in params])
             for row in rows:
-                to.in_prompt[row.slot], to.counts[row.slot] = False, 0
+                to.in_prompt[row.slot] = False
+                to.counts[row.slot] = 0
                 if row.params.penalised:
                     prompt, output = (upload(ids, torch.int64, self.device) for ids in (row.prompt, row.output))
                     to.in_prompt[row.slot].index_fill_(0, prompt, True)
@@ -151,7 +155,8 @@ class SlotSampling:
         ]
         early = [dict.fromkeys(ids, -math.inf) for ids in ends]  # what would end an output before `min_tokens`
         for sparse, pairs in ((self.bias, [p.logit_bias for p in params]), (self.stops, early)):
-            if width := sparse.ids.shape[1]:
+            width = sparse.ids.shape[1]
+            if width > 0:
                 put(sparse.ids, [[*some.keys(), *[0] * (width - len(some))] for some in pairs])
                 put(sparse.values, [[*some.values(), *[0.0] * (width - len(some))] for some in pairs])
         words = self.words
@@ -166,18 +171,18 @@ class SlotSampling:
         """Rows of the sequences in `slots` [B], whose newest tokens are at `position` [B]."""
         temperature, sampled, seed = (t.index_select(0, slots) for t in (self.temperature, self.sampled, self.seed))
         cut = rows_of(self.cut, slots) if filters.any else None
-        found = SamplingBatch(temperature, sampled, seed, filters, cut)
+        batch = SamplingBatch(temperature, sampled, seed, filters, cut)
         if asks.penalties and self.penalties is not None:
-            found.penalties = rows_of(self.penalties, slots)
+            batch.penalties = rows_of(self.penalties, slots)
         if asks.bias:
-            found.bias = rows_of(self.bias, slots)
+            batch.bias = rows_of(self.bias, slots)
         if asks.words:
-            found.bad_words = rows_of(self.words, slots)
+            batch.bad_words = rows_of(self.words, slots)
         if asks.stops:
-            found.stops = rows_of(self.stops, slots)
-            found.min_tokens = self.min_tokens.index_select(0, slots)
-            found.out_len = position + 1 - self.prompt_len.index_select(0, slots)
-        return found
+            batch.stops = rows_of(self.stops, slots)
+            batch.min_tokens = self.min_tokens.index_select(0, slots)
+            batch.out_len = position + 1 - self.prompt_len.index_select(0, slots)
+        return batch
 
     def commit(self, seen: SamplingBatch, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """The first `counts` of `tokens` [B, K + 1] were emitted: update the selected rows and the tables."""

@@ -101,7 +101,7 @@ def measure(
             times.setdefault(cell, []).append(took)
             shares.setdefault(cell, []).append(took / times[order[0]][-1])
     plain = median_low(times[order[0]])
-    usual = {cell: plain * median_low(found) for cell, found in shares.items()}
+    usual = {cell: plain * median_low(ratios) for cell, ratios in shares.items()}
     read = {}
     for d in drafters:
         if d.reads:
