@@ -1,7 +1,7 @@
-"""Report statements and names in src that take a second reading. The figures are signals for a reviewer, not limits.
+"""Report statements and names that take a second reading. The figures are signals for a reviewer, not limits.
 
-python tools/clarity.py            one line per signal, with its count
-python tools/clarity.py --list     each place as well: path:line: text
+python tools/clarity.py                  one line per signal, with its counts in src, tests and benchmarks
+python tools/clarity.py tests --list     one folder, with each place: path:line: text
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAX_POSITIONAL = 3
 
-VAGUE_NAMES = frozenset(["made", "found", "own", "told", "brought", "rest", "asked", "taken", "held", "kept", "given", "mine"])
+FOLDERS = ("src", "tests", "benchmarks")
+
+VAGUE_NAMES = frozenset(
+    ["made", "found", "own", "told", "brought", "rest", "asked", "taken", "held", "kept", "given", "mine"]
+)
 INDIRECT_OPENING = re.compile(r"(Of|What|The same|As|With|Where)\b")
 
 SIGNALS = {
@@ -69,12 +73,9 @@ def defined_names(trees: list[ast.Module]) -> set[str]:
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "src", help="folder to read (src)")
-    parser.add_argument("--list", action="store_true", help="print every place")
-    options = parser.parse_args()
-    sources = {path: path.read_text(encoding="utf-8") for path in sorted(options.folder.rglob("*.py"))}
+def count(folder: Path, show_places: bool) -> dict[str, int]:
+    """Findings of each signal in a folder's files."""
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     functions = defined_names(list(trees.values()))
     counts = dict.fromkeys(SIGNALS, 0)
@@ -82,10 +83,20 @@ def main() -> None:
         lines = sources[path].splitlines()
         for signal, line in findings(tree, functions):
             counts[signal] += 1
-            if options.list:
+            if show_places:
                 print(f"{path.relative_to(ROOT)}:{line}: {signal}: {lines[line - 1].strip()}")
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="folders to read: " + " ".join(FOLDERS))
+    parser.add_argument("--list", action="store_true", help="print every place")
+    options = parser.parse_args()
+    counts = {folder: count((ROOT / folder).resolve(), options.list) for folder in options.folders}
+    print("clarity: " + " ".join(f"{folder:>10}" for folder in counts))
     for signal, description in SIGNALS.items():
-        print(f"clarity: {counts[signal]:5d} {description}")
+        print("clarity: " + " ".join(f"{of_folder[signal]:10d}" for of_folder in counts.values()), description)
 
 
 if __name__ == "__main__":
