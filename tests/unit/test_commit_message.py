@@ -36,8 +36,8 @@ def check() -> ModuleType:
     ],
 )
 def test_messages_are_judged(check: ModuleType, message: str, wrong: str | None) -> None:
-    found = check.mistakes(message)
-    assert (not found) if wrong is None else any(wrong in line for line in found), found
+    mistakes = check.mistakes(message)
+    assert (not mistakes) if wrong is None else any(wrong in line for line in mistakes), mistakes
 
 
 def test_the_newest_commit_is_in_the_form(check: ModuleType) -> None:

@@ -109,12 +109,12 @@ def test_what_stood_second_once_is_told_its_name() -> None:
 
 
 def test_a_conversation_may_be_an_iterator_and_may_have_tools() -> None:
-    made = tokenizer(gemma=True)
-    llm: Any = SimpleNamespace(_tokenizer=lambda: made)
+    tok = tokenizer(gemma=True)
+    llm: Any = SimpleNamespace(_tokenizer=lambda: tok)
     said = [{"role": "user", "content": "Hello"}]
     tool = {"type": "function", "function": {"name": "f"}}
-    assert LLM.chat_prompt(llm, iter(said)) == made.chat(said)
-    assert LLM.chat_prompt(llm, said, tools=[tool]) == made.chat(said, [tool]) != made.chat(said)
+    assert LLM.chat_prompt(llm, iter(said)) == tok.chat(said)
+    assert LLM.chat_prompt(llm, said, tools=[tool]) == tok.chat(said, [tool]) != tok.chat(said)
     silent: Any = SimpleNamespace(_tokenizer=lambda: SimpleNamespace(chat=lambda *_: []))
     with pytest.raises(OutriderError, match="makes no prompt of these messages"):
         LLM.chat_prompt(silent, said)

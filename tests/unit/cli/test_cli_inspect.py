@@ -113,13 +113,13 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     """Both perplexities, and how far the logits are apart: four bits must cost more than eight, and eight nearly
     nothing."""
     folder = tiny.write_target("llama", tmp_path / "t")  # 32 columns: one block
-    found = {
+    record = {
         mode: json.loads(call(str(folder), "--quantize", mode, "--quality", "--json"))["rounding"]
         for mode in ("int8", "int4")
     }
-    assert 0 < found["int8"]["logit_error"] < 0.05 < found["int4"]["logit_error"] < 0.5
-    assert abs(found["int8"]["perplexity"] / found["int8"]["float32"] - 1) < 0.05
-    assert found["int4"]["float32"] == found["int8"]["float32"] and found["int8"]["same_best"] > 0.9
+    assert 0 < record["int8"]["logit_error"] < 0.05 < record["int4"]["logit_error"] < 0.5
+    assert abs(record["int8"]["perplexity"] / record["int8"]["float32"] - 1) < 0.05
+    assert record["int4"]["float32"] == record["int8"]["float32"] and record["int8"]["same_best"] > 0.9
     assert "perplexity" in call(str(folder), "--quantize", "int8", "--quality")
     assert "rounding" not in call(str(folder), "--quantize", "int8")
     with pytest.raises(OutriderError, match="int8, int4, fp8"):
@@ -128,22 +128,22 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
 
 def test_a_dense_checkpoint_that_a_gpu_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Embeddings stay in 16 bits; a token reads the rounded weights (61.4 GB were printed)."""
-    asked = {
+    report = {
         mode: json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--quantize", mode, "--json"))
         for mode in ("int4", "fp8")
     }
     stored = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--json"))
     same = ("weights", "media", "fits", "context")
-    assert [asked["int4"]["gpu"][key] for key in same] == [stored["gpu"][key] for key in same]
-    assert asked["int4"]["bytes_per_token"] == stored["bytes_per_token"] < 20e9
-    assert not asked["fp8"]["gpu"]["fits"] and "rounding" not in asked["int4"]
+    assert [report["int4"]["gpu"][key] for key in same] == [stored["gpu"][key] for key in same]
+    assert report["int4"]["bytes_per_token"] == stored["bytes_per_token"] < 20e9
+    assert not report["fp8"]["gpu"]["fits"] and "rounding" not in report["int4"]
     monkeypatch.setattr(base, "SMALL", 0)
     folder = tiny.write_target("llama", tmp_path / "t")
-    found = {
+    record = {
         mode: json.loads(call(str(folder), "--gpu", "h100", "--quantize", mode, "--quality", "--json"))
         for mode in ("int8", "fp8", "int4")
     }
-    errors = [found[mode]["rounding"]["logit_error"] for mode in found]
+    errors = [record[mode]["rounding"]["logit_error"] for mode in record]
     assert 0 < errors[0] < errors[1] < errors[2] < 0.5
 
 

@@ -49,8 +49,8 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tiny.target("llama")
-    return ggufs.write(tmp_path_factory.mktemp("gguf") / "m-F32.gguf", "llama", made.config, made.state_dict())
+    model = tiny.target("llama")
+    return ggufs.write(tmp_path_factory.mktemp("gguf") / "m-F32.gguf", "llama", model.config, model.state_dict())
 
 
 def cached(shell: Shell, gguf: Path) -> Path:

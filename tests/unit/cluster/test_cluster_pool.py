@@ -132,5 +132,5 @@ def test_workers_that_are_all_lost_while_loading_end_the_run_and_results_stay(tm
     with pytest.raises(OutriderError, match=f"{MAX_DEATHS} workers in a row were lost while loading"):
         run(source, out, make, workers=1, most=1)
     assert make.made == 1 + MAX_DEATHS
-    kept = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["response"]["status_code"] for r in kept if not r["error"]] == [200, 200]
+    record = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["response"]["status_code"] for r in record if not r["error"]] == [200, 200]

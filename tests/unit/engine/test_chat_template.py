@@ -55,13 +55,13 @@ def test_the_text_is_the_same_as_without_the_process() -> None:
 
 
 def test_variables_of_a_request_forge_no_control_tokens() -> None:
-    made = Tokenizer(replace(tokenizer().files, chat_template=TURN))
+    tok = Tokenizer(replace(tokenizer().files, chat_template=TURN))
     messages = [{"role": "user", "content": "hi"}]
-    end = made.encode("<|im_end|>")
+    end = tok.encode("<|im_end|>")
     for name in ("bos_token", "eos_token", "x_token", "raise_exception", "range", "loop", "a b"):
         with pytest.raises(OutriderError, match="can't be set"):
-            made.prompt(messages, **{name: "<|im_end|>"})
-    plain = made.prompt(messages, who="me").ids
-    forged = made.prompt(messages, who="<|im_end|>").ids
+            tok.prompt(messages, **{name: "<|im_end|>"})
+    plain = tok.prompt(messages, who="me").ids
+    forged = tok.prompt(messages, who="<|im_end|>").ids
     assert plain.count(end[0]) == forged.count(end[0]) == 1
-    assert made.decode(forged, keep_special=True).startswith("<bos><|im_end|><|im_start|>hi")
+    assert tok.decode(forged, keep_special=True).startswith("<bos><|im_end|><|im_start|>hi")

@@ -158,8 +158,10 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf(EVEN)
     model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
-    own = design.plain(config, reads=(0, 2), intermediate=64)
-    compiled = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    drafter_config = design.plain(config, reads=(0, 2), intermediate=64)
+    compiled = ops.compile_drafter(
+        MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, ops, None, seed=4), ops, model)
+    )
     asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]
     texts = []
     mean = []

@@ -67,8 +67,8 @@ def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape:
 
 def test_who_runs_a_step_is_decided_in_one_place() -> None:
     def batch(**params: Any) -> StepBatch:
-        asked = SamplingParams(**params)
-        seq = Sequence(Request("a", PROMPT, asked), 0.0, list(PROMPT))
+        sampling = SamplingParams(**params)
+        seq = Sequence(Request("a", PROMPT, sampling), 0.0, list(PROMPT))
         return StepBatch(decode=[DecodeRow(seq, 0, len(PROMPT) - 1)])
 
     executors = engine_of("llama", "host").executors

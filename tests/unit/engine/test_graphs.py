@@ -159,11 +159,11 @@ def test_what_a_batch_asks_for() -> None:
     plain = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,))
     assert not plain.processed and not plain.temperature_only and SamplingFeatures.of([plain], 1) == NO_FEATURES
     for n, likely in ((0, 0), (3, 5), (20, 20)):
-        told = SamplingParams(logprobs=n)
+        params = SamplingParams(logprobs=n)
         assert (
-            told.processed
-            and told.temperature_only
-            and SamplingFeatures.of([plain, told], 1) == SamplingFeatures(logprobs=likely)
+            params.processed
+            and params.temperature_only
+            and SamplingFeatures.of([plain, params], 1) == SamplingFeatures(logprobs=likely)
         )
     for p, want in (
         (SamplingParams(repetition_penalty=1.1), SamplingFeatures(penalties=True)),

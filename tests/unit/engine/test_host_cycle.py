@@ -62,9 +62,11 @@ def engines(
         config = replace(config, softcap=5.0)
         weights["head"] = weights["head"] * 20.0
     model = ops.compile(TextModel(config, weights, ops))
-    own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps)
-    own = replace(own, clusters=clusters, cluster_top=3 if clusters else 0)
-    drafter = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    drafter_config = design.plain(config, reads=(0, 2), intermediate=64, taps=taps)
+    drafter_config = replace(drafter_config, clusters=clusters, cluster_top=3 if clusters else 0)
+    drafter = ops.compile_drafter(
+        MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, ops, None, seed=4), ops, model)
+    )
     settings = EngineConfig(max_batch=max_batch, max_context=256, page_size=16, prefill_chunk=32)
     made = []
     for _ in range(2):

@@ -138,22 +138,22 @@ BAD: dict[str, tuple[Maker, str]] = {
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[ImageDecoder]:
-    made = ImageDecoder(max_pixels=20_000_000)
-    yield made
-    made.close()
+    image_decoder = ImageDecoder(max_pixels=20_000_000)
+    yield image_decoder
+    image_decoder.close()
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_odd_files_give_a_picture(decoder: ImageDecoder, name: str) -> None:
-    made = decoder.pixels(GOOD[name](), TOKENS, SIDE)
-    assert made.dtype == np.uint8 and made.shape[2] == 3 and made.size
-    assert made.shape[0] % SIDE == 0 and made.shape[0] * made.shape[1] <= TOKENS * SIDE**2
+    decoded = decoder.pixels(GOOD[name](), TOKENS, SIDE)
+    assert decoded.dtype == np.uint8 and decoded.shape[2] == 3 and decoded.size
+    assert decoded.shape[0] % SIDE == 0 and decoded.shape[0] * decoded.shape[1] <= TOKENS * SIDE**2
     if name == "rotated":
-        assert made.shape[0] > made.shape[1]
+        assert decoded.shape[0] > decoded.shape[1]
     if name == "sixteen bits":
-        assert set(np.unique(made)) == {60000 >> 8}
+        assert set(np.unique(decoded)) == {60000 >> 8}
     if name == "png":
-        assert np.array_equal(made, pixels(noise(), TOKENS, SIDE))
+        assert np.array_equal(decoded, pixels(noise(), TOKENS, SIDE))
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -269,8 +269,8 @@ def test_many_at_once_take_turns(decoder: ImageDecoder) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda data: decoder.pixels(data, TOKENS, SIDE), [PNG, JPEG] * 8))
-    assert all(np.array_equal(made[0], other) for other in made[::2])
+        decoded = list(pool.map(lambda data: decoder.pixels(data, TOKENS, SIDE), [PNG, JPEG] * 8))
+    assert all(np.array_equal(decoded[0], other) for other in decoded[::2])
 
 
 def mutated(seed: int) -> bytes:
@@ -306,8 +306,8 @@ def test_mutated_files_give_a_picture_or_a_line(decoder: ImageDecoder, first: in
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for seed in range(first, first + 42):
         try:
-            made = decoder.pixels(mutated(seed), 16, 12)
-            assert made.dtype == np.uint8 and made.ndim == 3 and made.shape[2] == 3, seed
+            decoded = decoder.pixels(mutated(seed), 16, 12)
+            assert decoded.dtype == np.uint8 and decoded.ndim == 3 and decoded.shape[2] == 3, seed
         except OutriderError as error:
             assert str(error) and "\n" not in str(error) and len(str(error)) < 300, seed
     assert np.array_equal(decoder.pixels(good, 16, 12), want)

@@ -215,9 +215,11 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     K/V."""
     config = ModelConfig.from_hf(COMPILED["gemma4_edge"] | {"eos_token_id": 1})
     model = OPS.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, OPS, None, seed=3), OPS))
-    own = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
+    drafter_config = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
     forward = model.forward
-    net = OPS.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, OPS, None, seed=4), OPS, model))
+    net = OPS.compile_drafter(
+        MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, OPS, None, seed=4), OPS, model)
+    )
     told = []
     metrics = []
     for whole in (True, False):

@@ -27,9 +27,9 @@ PROMPT = [3 + i * 7 % 53 for i in range(90)]
 
 
 def engine(folder: Path, variant: str = "llama", identity: str = "a", limit: int = 1 << 30, **config: Any) -> Engine:
-    made = tiny_engine(variant, **config)
-    made.store.disk = PrefixStore(made.store, folder, limit, identity)
-    return made
+    tested = tiny_engine(variant, **config)
+    tested.store.disk = PrefixStore(tested.store, folder, limit, identity)
+    return tested
 
 
 def disk(made: Engine) -> PrefixStore:
@@ -79,8 +79,8 @@ def test_another_engine_reads_the_same_bits(tmp_path: Path, variant: str) -> Non
     assert one == 80
     for name in wrote.groups:
         for x, y in zip(wrote.layers[name], read.layers[name]):
-            for mine, theirs in zip(a[name], b[name]):
-                assert not mine or torch.equal(x[mine], y[theirs])
+            for ours, theirs in zip(a[name], b[name]):
+                assert not ours or torch.equal(x[ours], y[theirs])
 
 
 def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
@@ -225,9 +225,9 @@ def test_beyond_its_size_the_least_recently_used_go(tmp_path: Path) -> None:
     for path in files(tmp_path):
         os.utime(path, (old, old))
     limit = page * (count + 8)
-    made = engine(tmp_path, limit=limit)
+    tested = engine(tmp_path, limit=limit)
     other = [60 - token for token in PROMPT]
-    asked(made, other)
+    asked(tested, other)
     assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
     fresh = engine(tmp_path, limit=limit)
     assert asked(fresh, other)[1] >= 80, "the newest stays whole"
@@ -256,9 +256,9 @@ def test_two_stores_at_once(tmp_path: Path) -> None:
 
 
 def test_keys_are_apart(tmp_path: Path) -> None:
-    made = engine(tmp_path)
-    text, _ = asked(made, namespace=b"one")
-    assert asked(made, namespace=b"two", id="s") == (text, 0), "in memory"
+    tested = engine(tmp_path)
+    text, _ = asked(tested, namespace=b"one")
+    assert asked(tested, namespace=b"two", id="s") == (text, 0), "in memory"
     again = engine(tmp_path)
     assert asked(again, namespace=b"three") == (text, 0), "on disk"
     assert asked(again, namespace=b"one", id="s")[1] >= 80
@@ -270,11 +270,11 @@ def test_a_full_disk_is_one_line(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    made = engine(tmp_path)
+    tested = engine(tmp_path)
     monkeypatch.setattr("outrider.cache.prefix_store.os.replace", full)
     with caplog.at_level(logging.WARNING, "outrider"):
-        asked(made)
-        asked(made, PROMPT[::-1], id="s")
+        asked(tested)
+        asked(tested, PROMPT[::-1], id="s")
     assert [r.message for r in caplog.records] == [
         f"the prefix store {tmp_path} is not written any more: No space left on device"
     ]

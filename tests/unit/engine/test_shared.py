@@ -217,9 +217,9 @@ def test_prompts_as_they_come() -> None:
     ],
 )
 def test_what_is_no_request_is_one_line(llm: LLM, prompt: Any, more: dict[str, Any], says: str) -> None:
-    with pytest.raises(OutriderError) as told:
+    with pytest.raises(OutriderError) as error:
         llm.generate(prompt, **more)
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert says in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_stop_text_is_not_its_letters() -> None:

@@ -205,12 +205,12 @@ def forgeries(kind: str) -> list[str]:
 @pytest.mark.parametrize("style", ["bytes", "pieces", "unigram"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forged_turn_is_text(kind: str, style: str, by: str) -> None:
-    made = tokenizer(kind, style)
-    want = controls_of(made, kind, made.chat(*conversation("harmless", by)), by)
+    tok = tokenizer(kind, style)
+    want = controls_of(tok, kind, tok.chat(*conversation("harmless", by)), by)
     assert want
     for text in forgeries(kind):
-        ids = made.chat(*conversation(text, by))
-        assert controls_of(made, kind, ids, by) == want, (text, made.decode(ids, keep_special=True))
+        ids = tok.chat(*conversation(text, by))
+        assert controls_of(tok, kind, ids, by) == want, (text, tok.decode(ids, keep_special=True))
         if style == "bytes" and (by == "user" or (by == "system" and kind != "gemma3")):  # and nothing of it is lost
             shown = (
                 text.replace("\n", "")
@@ -219,7 +219,7 @@ def test_a_forged_turn_is_text(kind: str, style: str, by: str) -> None:
                 if kind in ("gemma3", "gemma4", "llama3")
                 else text
             )
-            assert shown in made.decode(ids, keep_special=True)
+            assert shown in tok.decode(ids, keep_special=True)
 
 
 ORDINARY = (
@@ -237,17 +237,17 @@ ORDINARY = (
 @pytest.mark.parametrize("style", ["bytes", "pieces", "unigram"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ordinary_conversations_keep_their_ids(kind: str, style: str) -> None:
-    made = tokenizer(kind, style)
+    tok = tokenizer(kind, style)
     for text in ORDINARY:
         for by in ("system", "user", "assistant", "tool", "tools", "call", "key"):
             messages, tools = conversation(text, by)
-            assert made.chat(messages, tools) == made.encode(made.render(messages, tools))
+            assert tok.chat(messages, tools) == tok.encode(tok.render(messages, tools))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
 def test_any_text_leaves_the_controls_alone(kind: str, data: st.DataObject) -> None:
-    made = tokenizer(kind)
+    tok = tokenizer(kind)
     _, controls, marks = KINDS[kind]
     bits = st.sampled_from(
         [
@@ -265,20 +265,20 @@ def test_any_text_leaves_the_controls_alone(kind: str, data: st.DataObject) -> N
     )
     text = "".join(data.draw(st.lists(bits, max_size=8)))
     by = data.draw(st.sampled_from(["system", "user", "tool", "tools", "call", "key"]))
-    want = controls_of(made, kind, made.chat(*conversation("harmless", by)), by)
-    assert controls_of(made, kind, made.chat(*conversation(text, by)), by) == want
+    want = controls_of(tok, kind, tok.chat(*conversation("harmless", by)), by)
+    assert controls_of(tok, kind, tok.chat(*conversation(text, by)), by) == want
 
 
 def test_text_around_a_forgery_is_encoded_as_ever() -> None:
     """The twin differs in its control tokens' names alone: merges over the edges of what is forged are the tokenizer's
     own."""
-    made = tokenizer("chatml")
-    ids = made.chat([{"role": "user", "content": "Hend <|im_end|> Hend"}])
+    tok = tokenizer("chatml")
+    ids = tok.chat([{"role": "user", "content": "Hend <|im_end|> Hend"}])
     plain = tokenizer("chatml").backend.encode("Hend ", add_special_tokens=False).ids
-    text = made.decode(ids, keep_special=True)
+    text = tok.decode(ids, keep_special=True)
     assert text == "<|im_start|>user\nHend <|im_end|> Hend<|im_end|>\n<|im_start|>assistant\n"
     assert any(ids[i : i + len(plain) - 1] == plain[:-1] for i in range(len(ids)))
-    assert made.backend.token_to_id("end") in ids[ids.index(made.backend.token_to_id("<|im_start|>")) + 8 :]
+    assert tok.backend.token_to_id("end") in ids[ids.index(tok.backend.token_to_id("<|im_start|>")) + 8 :]
 
 
 def test_thoughts_are_still_found_and_dropped() -> None:
@@ -333,7 +333,7 @@ def test_content_in_parts_and_odd_roles() -> None:
 
 def test_a_tokenizer_that_cannot_be_renamed_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     template, controls, marks = KINDS["chatml"]
-    made = Tokenizer(TextFiles("test", lambda: backend("bytes", controls, marks), template))
+    tok = Tokenizer(TextFiles("test", lambda: backend("bytes", controls, marks), template))
     monkeypatch.setattr(Backend, "from_str", lambda text: backend("bytes", (), ()), raising=False)
     with pytest.raises(OutriderError, match="spells control tokens"):
-        made.chat([{"role": "user", "content": "<|im_end|>"}])
+        tok.chat([{"role": "user", "content": "<|im_end|>"}])

@@ -114,26 +114,26 @@ def test_a_library_that_was_damaged_is_built_again(
     monkeypatch.setattr(build, "SHIPPED", tmp_path / "none")
     monkeypatch.setattr(build, "compile_to", compiled)
     (tmp_path / "kernels").mkdir()
-    kept = tmp_path / "kernels" / build.built_name("generic", build.compiler())
-    kept.write_bytes(damaged)
-    assert lib.load("generic").or_sizes(0) > 0 and kept.read_bytes() == sound.read_bytes() and built == ["generic"]
+    library = tmp_path / "kernels" / build.built_name("generic", build.compiler())
+    library.write_bytes(damaged)
+    assert lib.load("generic").or_sizes(0) > 0 and library.read_bytes() == sound.read_bytes() and built == ["generic"]
 
 
 def test_a_library_that_may_not_be_run_from_its_place_is_not_built_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A cache on a disk mounted noexec: the same error again, after half a minute."""
-    kept = tmp_path / "kernels.so"
-    kept.write_bytes(b"")
+    library = tmp_path / "kernels.so"
+    library.write_bytes(b"")
 
     def refuse(path: str) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
 
-    monkeypatch.setattr(lib, "shared_object", lambda isa: kept)
+    monkeypatch.setattr(lib, "shared_object", lambda isa: library)
     monkeypatch.setattr(lib.ctypes, "CDLL", refuse)
     with pytest.raises(OSError, match="failed to map"):
         lib.load("generic")
-    assert kept.exists()
+    assert library.exists()
 
 
 def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(
@@ -172,14 +172,14 @@ def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
 def test_a_build_sweeps_what_killed_ones_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each left its objects and the compiler's own files in the cache for ever; one that runs now is not touched."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    kept = tmp_path / "cache" / "kernels"
+    folder = tmp_path / "cache" / "kernels"
     for name in ("build-old", "build-now"):
-        (kept / name).mkdir(parents=True)
-        (kept / name / "tiles.c.o").write_text("")
-    os.utime(kept / "build-old", (0, time.time() - 2 * build.STALE_SECONDS))
+        (folder / name).mkdir(parents=True)
+        (folder / name / "tiles.c.o").write_text("")
+    os.utime(folder / "build-old", (0, time.time() - 2 * build.STALE_SECONDS))
     fake_compiler(tmp_path, monkeypatch, 'echo x > "$TMPDIR/cc1.s"; ' + BUILDS)
     built = build.shared_object()
-    assert {path.name for path in kept.iterdir()} == {"build-now", built.name}
+    assert {path.name for path in folder.iterdir()} == {"build-now", built.name}
 
 
 def test_a_terminated_build_ends_its_compilers(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def weight(n: int = 128, k: int = 512, group: int = 32) -> QuantWeight:
 
 
 def held(weight: Weight) -> QuantWeight:
-    made = repack(weight)
-    assert made is not None
-    return made
+    packed = repack(weight)
+    assert packed is not None
+    return packed
 
 
 def block(kind: str, n: int = 128, k: int = 512) -> QuantWeight:

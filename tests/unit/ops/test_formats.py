@@ -111,16 +111,16 @@ def test_a_new_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("bits,group,has_zero_point", [(4, 32, False), (4, 64, True), (4, 0, False), (8, 128, False)])
 def test_grouped_integers_are_blocks_for_the_cpu(bits: int, group: int, has_zero_point: bool) -> None:
-    made = IntegerFormat(bits, group).quantise(torch.randn(6, 256, generator=torch.Generator().manual_seed(4)))
+    quantised = IntegerFormat(bits, group).quantise(torch.randn(6, 256, generator=torch.Generator().manual_seed(4)))
     if has_zero_point:
-        zero = torch.randint(0, 16, made.tensors["scale"].shape).to(torch.uint8)
-        made = Weight(IntegerFormat(bits, group, True), made.shape, {**made.tensors, "zero": zero})
-    blocks = blocks_of(made)
+        zero = torch.randint(0, 16, quantised.tensors["scale"].shape).to(torch.uint8)
+        quantised = Weight(IntegerFormat(bits, group, True), quantised.shape, {**quantised.tensors, "zero": zero})
+    blocks = blocks_of(quantised)
     assert blocks is not None and blocks.check("w").format == GGUFBlockFormat(
         "Q4_1" if has_zero_point else "Q4_0" if bits == 4 else "Q8_0"
     )
     torch.testing.assert_close(
-        blocks.dense(), made.dense(), rtol=2e-3 if has_zero_point else 0, atol=2e-3 if has_zero_point else 0
+        blocks.dense(), quantised.dense(), rtol=2e-3 if has_zero_point else 0, atol=2e-3 if has_zero_point else 0
     )
 
 

@@ -60,12 +60,12 @@ CASES: list[tuple[type[BaseModel], str]] = [
 
 @pytest.mark.parametrize("model, body", CASES)
 def test_a_body_wrong_in_many_places_makes_few_errors(model: type[BaseModel], body: str) -> None:
-    with pytest.raises(ValidationError) as found:
+    with pytest.raises(ValidationError) as error:
         model.model_validate_json(body)
-    assert found.value.error_count() <= 512
-    with pytest.raises(ApiError) as told:
+    assert error.value.error_count() <= 512
+    with pytest.raises(ApiError) as raised:
         read(body.encode(), model.model_validate_json)
-    assert told.value.status == 400 and len(told.value.message) < 400
+    assert raised.value.status == 400 and len(raised.value.message) < 400
 
 
 def containers(node: object) -> Iterator[dict[str, object]]:

@@ -54,8 +54,8 @@ def test_many_log_probabilities_and_vectors_are_written_off_the_loop(monkeypatch
     with Served(FakeEngine(TOK, say=lambda _: "word " * 40), TOK) as s:
         loop_thread = next(t.name for t in threading.enumerate() if "run" in t.name and "Thread-" in t.name)
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
-        told = s.http.post("/v1/chat/completions", json={**body, "logprobs": True, "top_logprobs": 2}).json()
-        assert len(told["choices"][0]["logprobs"]["content"]) > call.FEW_SCORED
+        response = s.http.post("/v1/chat/completions", json={**body, "logprobs": True, "top_logprobs": 2}).json()
+        assert len(response["choices"][0]["logprobs"]["content"]) > call.FEW_SCORED
         s.http.post("/v1/chat/completions", json=body)
     assert where == [False, True], "an ordinary answer needs no other thread"
     body = scoring.OldEmbedBody(model="tiny", prompt="hi")

@@ -192,9 +192,11 @@ def test_who_leaves_while_it_loads_borrows_nothing() -> None:
 def test_a_model_that_cannot_be_loaded_is_told_to_those_who_asked() -> None:
     async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.error = OutriderError("/secret/place/weights.gguf is cut off")
-        with pytest.raises(ApiError) as told:
+        with pytest.raises(ApiError) as error:
             await use(model_pool, "b")
-        assert told.value.status == 503 and "weights.gguf" in told.value.message and "secret" not in told.value.message
+        assert (
+            error.value.status == 503 and "weights.gguf" in error.value.message and "secret" not in error.value.message
+        )
         loader.error = None
         await use(model_pool, "b")
 
@@ -203,9 +205,9 @@ def test_a_model_that_cannot_be_loaded_is_told_to_those_who_asked() -> None:
 
 def test_unknown_models_are_told_which_there_are() -> None:
     async def work(model_pool: ModelPool, loader: Loader) -> None:
-        with pytest.raises(ApiError, match="this server has 'a', 'b', 'c'") as told:
+        with pytest.raises(ApiError, match="this server has 'a', 'b', 'c'") as error:
             model_pool.find("d")
-        assert told.value.status == 404
+        assert error.value.status == 404
 
     run(work)
 

@@ -41,9 +41,9 @@ def test_a_full_server_tells_when_a_place_is_free(monkeypatch: pytest.MonkeyPatc
     admission = Admission(ServerSettings("m", max_concurrent=4, max_queued=4))
 
     def refused(sequences: int, client: str) -> ApiError:
-        with pytest.raises(ApiError) as told, admission.enter(sequences, client):
+        with pytest.raises(ApiError) as error, admission.enter(sequences, client):
             pass
-        return told.value
+        return error.value
 
     for _ in range(20):
         with ExitStack() as places:
@@ -59,8 +59,8 @@ def test_a_full_server_tells_when_a_place_is_free(monkeypatch: pytest.MonkeyPatc
             one is not None and four is not None and 10 <= one <= 20 and 3 * one <= four <= 4 * one
         )  # of eight places 80 s each
     with admission.enter(7, "a"):
-        told = refused(1, "a")
-        assert (told.code, told.retry_after) == ("client_full", one)
+        error = refused(1, "a")
+        assert (error.code, error.retry_after) == ("client_full", one)
 
 
 def test_a_gate_and_a_desk_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,10 +105,10 @@ def test_a_text_that_is_read_fails_with_a_status(
     model: Any = SimpleNamespace(
         turns=turns, runner=SimpleNamespace(call=call, later=lambda function: released.append("work"))
     )
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as raised:
         asyncio.run(run_scoring(model, Scorer([1, 2], 0), "me"))
-    assert told.value.status == status and released == ["me", "work"]
-    assert "a prompt" not in told.value.message + caplog.text
+    assert raised.value.status == status and released == ["me", "work"]
+    assert "a prompt" not in raised.value.message + caplog.text
 
 
 def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

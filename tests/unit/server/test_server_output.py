@@ -157,7 +157,7 @@ def test_what_is_left_open_ends_with_the_tag(name: str) -> None:
 )
 def test_arguments_that_json_cannot_say_do_not_break_an_answer(value: str, meant: object) -> None:
     """An answer with them was lost: they could not be written."""
-    assert encoded(found := arguments_of(f'{{"x": {value}}}')) and found == meant
+    assert encoded(arguments := arguments_of(f'{{"x": {value}}}')) and arguments == meant
     for text in (f'"name": "f", "arguments": {{"x": {value}}}', f'"arguments": {{"x": {value}}}, "name": "f"'):
         parts = run(JsonCalls(), f"<tool_call>{{{text}}}</tool_call>")
         assert encoded([part for _, part in parts])

@@ -31,10 +31,10 @@ TOOL = {
 
 
 def controls(gemma: bool, **body: Any) -> list[int]:
-    made = tokenizer(gemma)
-    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+    tok = tokenizer(gemma)
+    preparer = Preparer(ServedModel(FakeEngine(tok), tok, 288, 4096), ServerSettings(model_name="m"))
     job = preparer.job(ChatRequest(model="m", **body))
-    return [i for i in job.requests[0].prompt if i in made.special_ids]
+    return [i for i in job.requests[0].prompt if i in tok.special_ids]
 
 
 @pytest.mark.parametrize("gemma", [False, True])
@@ -162,9 +162,9 @@ def codex() -> ChatRequest:
 
 
 def test_agents_conversations_fit_templates_whose_turns_alternate() -> None:
-    made = tokenizer()
-    made = Tokenizer(replace(made.files, chat_template=ALTERNATING))
-    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+    tok = tokenizer()
+    tok = Tokenizer(replace(tok.files, chat_template=ALTERNATING))
+    preparer = Preparer(ServedModel(FakeEngine(tok), tok, 288, 4096), ServerSettings(model_name="m"))
 
     def prompt(body: ChatRequest) -> str:
         return preparer.conversation(body).text
@@ -214,8 +214,8 @@ def test_an_answer_goes_on_from_text_only() -> None:
 
 
 def test_each_prompt_has_the_room_behind_it() -> None:
-    made = tokenizer()
-    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 100), ServerSettings(model_name="m"))
+    tok = tokenizer()
+    preparer = Preparer(ServedModel(FakeEngine(tok), tok, 288, 100), ServerSettings(model_name="m"))
 
     def bounds(**body: Any) -> list[tuple[int, int]]:
         job = preparer.job(CompletionRequest(model="m", prompt=[[9] * 90, [9] * 20], **body))
@@ -250,8 +250,8 @@ def test_the_request_then_the_model_then_the_protocol() -> None:
     assert sampled(plain, CompletionRequest(prompt="x")) == (0.7, 1.0, 0, 0.0)
     assert sampled(plain, asked) == (0.8, 0.9, 40, 0.0)
     assert sampled(advised, ChatRequest(messages=MESSAGES)) == sampled(advised, asked) == (0.6, 0.95, 20, 0.0)
-    told = ChatRequest(messages=MESSAGES, temperature=0, top_p=1, top_k=-1, min_p=0.1)
-    assert sampled(plain, told) == sampled(advised, told) == (0.0, 1.0, 0, 0.1)
+    request = ChatRequest(messages=MESSAGES, temperature=0, top_p=1, top_k=-1, min_p=0.1)
+    assert sampled(plain, request) == sampled(advised, request) == (0.0, 1.0, 0, 0.1)
     assert sampled(advised, ChatRequest(messages=MESSAGES, temperature=1.5)) == (1.5, 0.95, 20, 0.0)
 
 
@@ -283,14 +283,14 @@ def test_a_suffix_stands_between_a_models_own_marks() -> None:
     from tokenizers import AddedToken
 
     plain = tokenizer()
-    made = tokenizer()
+    tok = tokenizer()
     marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
-    made.backend.add_special_tokens([AddedToken(t, special=True) for t in [*marks, "<|fim_pad|>"]])
-    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+    tok.backend.add_special_tokens([AddedToken(t, special=True) for t in [*marks, "<|fim_pad|>"]])
+    preparer = Preparer(ServedModel(FakeEngine(tok), tok, 288, 4096), ServerSettings(model_name="m"))
     body = CompletionRequest(prompt="ab", suffix="c")
     [request] = preparer.job(body).requests
-    first, second, third, pad = (made.backend.token_to_id(t) for t in [*marks, "<|fim_pad|>"])
-    assert request.prompt == [first, *made.encode("ab"), second, *made.encode("c"), third]
+    first, second, third, pad = (tok.backend.token_to_id(t) for t in [*marks, "<|fim_pad|>"])
+    assert request.prompt == [first, *tok.encode("ab"), second, *tok.encode("c"), third]
     assert {first, second, third, pad} <= set(request.params.stop_token_ids)
     asked = ollama.parse_generate(json.dumps({"prompt": "ab", "suffix": "c"}).encode())
     assert isinstance(asked, CompletionRequest) and preparer.job(asked).requests[0].prompt == request.prompt
@@ -317,8 +317,8 @@ def test_a_checkpoint_on_disk_is_described(tmp_path: Path) -> None:
         and len(info.digest) == 64
         and info.trained_context == 512
     )
-    made = tokenizer()
-    slot = ModelPool.of(ServedModel(FakeEngine(made), made, 288, 400, nbytes=77, info=info), ServerSettings("m")).first
+    tok = tokenizer()
+    slot = ModelPool.of(ServedModel(FakeEngine(tok), tok, 288, 400, nbytes=77, info=info), ServerSettings("m")).first
     assert card(slot, 0)["max_model_len"] == 400 and card(slot, 0)["meta"]["n_ctx_train"] == 512  # type: ignore[index]
     assert ollama_tag(slot, 0)["digest"] == info.digest and ollama_tag(slot, 0)["details"]["family"] == "llama"  # type: ignore[index]
     assert ollama_loaded(slot, 0)["size_vram"] == 77 and ollama_loaded(slot, 0)["context_length"] == 400
@@ -332,8 +332,8 @@ def test_a_checkpoint_on_disk_is_described(tmp_path: Path) -> None:
 
 
 def test_names_are_resolved_in_one_place() -> None:
-    made = tokenizer()
-    alone = ModelPool.of(ServedModel(FakeEngine(made), made, 288, 400), ServerSettings("m"))
+    tok = tokenizer()
+    alone = ModelPool.of(ServedModel(FakeEngine(tok), tok, 288, 400), ServerSettings("m"))
     assert alone.resolve(None) == (alone.first, None) == alone.resolve("m")
     slot, warning = alone.resolve("gpt-4")
     assert slot is alone.first and warning is not None and "gpt-4" in warning

@@ -39,5 +39,11 @@ def test_shares_of_a_time() -> None:
         json.dumps([1.0, 0.4, 0.1, 0.1, "host", {"x": 3, "y": 1}, {"y": 8}]),
         json.dumps([9.0, 0.4, 0.0, 0.0, "host", {"x": 3}, {}]),  # outside
     ]
-    told = shares(steps, [(0.5, 1.5)], {"x": "the client"})
-    assert told == {"waiting": 0.6, "rows of the client": 0.15, "masks": 0.1, "prompts of y": 0.1, "rows of y": 0.05}
+    by_client = shares(steps, [(0.5, 1.5)], {"x": "the client"})
+    assert by_client == {
+        "waiting": 0.6,
+        "rows of the client": 0.15,
+        "masks": 0.1,
+        "prompts of y": 0.1,
+        "rows of y": 0.05,
+    }

@@ -71,18 +71,18 @@ def test_oracles_bound_every_fixed_policy():
 def test_ours_against_the_oracle_and_plain_decoding(machine, kind):
     options = {"mixed": {}, "hard": {"easiness": (0.1, 0.5)}, "copying": {"copying": 0.4}}[kind]
     cost = MACHINES[machine]
-    found = compare(synthetic(16, 11, (64, 256), **options), cost, fresh(cost), noise=0.05)
-    assert found.of_static >= 0.95
-    assert found.of_best_fixed >= 0.97
-    assert found.worst[1] >= 0.97
+    comparison = compare(synthetic(16, 11, (64, 256), **options), cost, fresh(cost), noise=0.05)
+    assert comparison.of_static >= 0.95
+    assert comparison.of_best_fixed >= 0.97
+    assert comparison.worst[1] >= 0.97
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_broken_drafter_costs_less_than_three_percent(machine):
     cost = MACHINES[machine]
     controller = fresh(cost)
-    found = compare(broken(10, 5), cost, controller)
-    assert found.speedup >= 0.985 and found.worst[1] >= 0.97
+    comparison = compare(broken(10, 5), cost, controller)
+    assert comparison.speedup >= 0.985 and comparison.worst[1] >= 0.97
     assert len(controller.warnings) == 1
 
 
@@ -166,9 +166,9 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
         judged = [t for i, t in enumerate(traces) if i % 2 == half]
         shuffled.shuffle(judged)
         ours = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card})
-        found = compare(judged, cost, ours, noise=0.03, seed=order)
-        assert found.of_static >= 0.98 and found.of_best_fixed >= 1.03 and found.speedup > 1.4
-        assert found.worst[1] >= 0.92
+        comparison = compare(judged, cost, ours, noise=0.03, seed=order)
+        assert comparison.of_static >= 0.98 and comparison.of_best_fixed >= 1.03 and comparison.speedup > 1.4
+        assert comparison.worst[1] >= 0.92
         again = Controller(CostTable.from_json(ours.cost.to_json()), ours.drafters, {"mtp": card})
         spent = replay(judged, again, cost, noise=0.03, seed=order).seconds
         for trace in judged:
@@ -184,8 +184,8 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
 def test_without_a_card_it_learns_the_same():
     traces = list(read_traces(RECORDED))
     cost = measured()
-    found = compare(traces, cost, fresh(cost), noise=0.03)
-    assert found.of_static >= 0.95 and found.of_best_fixed >= 1.0
+    comparison = compare(traces, cost, fresh(cost), noise=0.03)
+    assert comparison.of_static >= 0.95 and comparison.of_best_fixed >= 1.0
 
 
 def test_a_card_that_praises_a_broken_drafter_costs_less_than_three_percent():
@@ -204,8 +204,8 @@ def test_a_card_that_praises_a_broken_drafter_costs_less_than_three_percent():
         for t in broken(20, 5)
     ]
     controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card})
-    found = compare(lies, cost, controller, noise=0.03)
-    assert found.speedup >= 0.98 and found.worst[1] >= 0.95 and len(controller.warnings) == 1
+    comparison = compare(lies, cost, controller, noise=0.03)
+    assert comparison.speedup >= 0.98 and comparison.worst[1] >= 0.95 and len(controller.warnings) == 1
 
 
 def test_a_card_belongs_to_its_weights(tmp_path):
@@ -253,10 +253,10 @@ def test_a_useless_drafter_costs_three_percent_of_the_first_answer(machine, firs
     given = {} if card is None else {"mtp": card}
     controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), given)
     answer = Trace("first", "c", "mtp", (0,) * tokens, confidence=((0.9,) * 16,) * tokens)
-    made = replay([answer], controller, cost)
-    assert made.seconds["first"] <= 1.03 * plain(answer, cost)
+    replayed = replay([answer], controller, cost)
+    assert replayed.seconds["first"] <= 1.03 * plain(answer, cost)
     row = cost.curve("mtp", 1, 64)[1] / cost.curve(None, 1, 64)[0] - 1.0  # of a plain step, for one drafted token
-    assert made.drafted * row <= 0.03 * tokens + 1.0 and made.accepted == 0
+    assert replayed.drafted * row <= 0.03 * tokens + 1.0 and replayed.accepted == 0
 
 
 def test_a_card_of_many_judged_tokens_is_trusted_from_the_first_cycle():

@@ -68,17 +68,17 @@ def whole() -> dict[tuple[int, int], list[int]]:
 
 def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
     asked = how(greedy_share=0.5, temperature=0.7, answers_per_prompt=2.0, answer_seed=3)
-    held = heldout_prompts(prompts(200), 30)
-    tasks = plan_tasks(200, held, asked)
-    assert len(held) == 30 and tasks == plan_tasks(200, held, asked) and len({t.key for t in tasks}) == len(tasks)
+    heldout = heldout_prompts(prompts(200), 30)
+    tasks = plan_tasks(200, heldout, asked)
+    assert len(heldout) == 30 and tasks == plan_tasks(200, heldout, asked) and len({t.key for t in tasks}) == len(tasks)
     for count in (40, 100, 300):
         some = tasks[:count]
-        aside = [t for t in some if t.prompt in held]
+        aside = [t for t in some if t.prompt in heldout]
         assert 0 < len(aside) <= count / 5 and 0.1 < np.mean([t.temperature == 0 for t in some]) < 0.6
-    assert {t.temperature for t in tasks if t.prompt in held} == {0.0, 0.7}
+    assert {t.temperature for t in tasks if t.prompt in heldout} == {0.0, 0.7}
     assert all(t.temperature == 0.7 for t in tasks if t.draw > 0)
     assert len(heldout_prompts(prompts(4), 30)) == 0 and {
-        t.temperature for t in plan_tasks(9, held[:0], how(greedy_share=1.0))
+        t.temperature for t in plan_tasks(9, heldout[:0], how(greedy_share=1.0))
     } == {0.0}
 
 
@@ -98,9 +98,9 @@ def test_a_longer_file_keeps_no_prompt_that_a_run_with_the_shorter_one_learnt_fr
 def test_a_prompt_that_stands_there_twice_is_kept_or_learnt_from_as_a_whole() -> None:
     some = prompts(40)
     twice = Sequences.join([some, some, some.select(np.array([7] * 60))])
-    kept = heldout_prompts(twice, 9)
-    assert 0 < len(kept) <= 9 and 7 not in kept
-    assert all(np.isin([i, i + 40], kept).all() for i in kept if i < 40)
+    heldout = heldout_prompts(twice, 9)
+    assert 0 < len(heldout) <= 9 and 7 not in heldout
+    assert all(np.isin([i, i + 40], heldout).all() for i in heldout if i < 40)
 
 
 def test_prompts_of_another_file_are_kept_with_those_that_say_the_same() -> None:

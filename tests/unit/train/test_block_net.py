@@ -74,10 +74,10 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
             kv = context_of(run, [s[:a] for s in streams], batch.ids[b, 1 : a + 1])
             feature = run.context([s[a:] for s in streams])
             steps = []
-            own = run.rows(run.layers[0], feature, torch.tensor([a]), 4)
+            own_rows = run.rows(run.layers[0], feature, torch.tensor([a]), 4)
             for j in range(1, 5):
                 token = batch.ids[b, min(a + j, batch.ids.shape[1] - 1)][None]
-                h, feature = run.feature_step(token, feature, kv, own, j - 1)
+                h, feature = run.feature_step(token, feature, kv, own_rows, j - 1)
                 steps.append(h[0])
             wanted = torch.stack(steps)
         mine = torch.stack([g[b, a - batch.first] for g in made])

@@ -41,8 +41,8 @@ def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) 
     want_grads = torch.autograd.grad(3 * want[0], (g, head))
     got = head_loss(g, head, teacher, rows, weight, mix.rows(10, g.device))
     grads = torch.autograd.grad(3 * got[0], (g, head))
-    for mine, theirs in zip((*got, *grads), (*want, *want_grads), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip((*got, *grads), (*want, *want_grads), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

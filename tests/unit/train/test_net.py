@@ -47,12 +47,12 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
     paged = TextModel(config, weights, ReferenceOps())
     ids = torch.randint(6, tiny.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     for drafter in designs(config):
-        own = dummy_weights(drafter, "cpu", torch.float32, seed=3)
-        for key in own:
-            if own[key].dim() == 2:
-                own[key] = own[key] * 10
+        drafter_weights = dummy_weights(drafter, "cpu", torch.float32, seed=3)
+        for key in drafter_weights:
+            if drafter_weights[key].dim() == 2:
+                drafter_weights[key] = drafter_weights[key] * 10
         net = DrafterModule(drafter, config)
-        net.load(own)
+        net.load(drafter_weights)
         seen = capture(dense, ids, drafter.taps)
         first = 7
         steps = 3
@@ -62,7 +62,7 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
         trained = list(net.unroll(net.cast(torch.float32), dense, seen, batch, steps))
 
         cache = build_kv(config, 2, LENGTH)
-        model = MTPNet(drafter, own, paged.ops, paged)
+        model = MTPNet(drafter, drafter_weights, paged.ops, paged)
         features = paged.forward(ids.reshape(-1), cache.view([(0, LENGTH)] * 2), drafter.taps).features
         torch.testing.assert_close(
             seen.hidden.reshape(2 * LENGTH, -1), features[:, : config.hidden], rtol=1e-4, atol=1e-4
@@ -120,9 +120,9 @@ def test_a_draft_step_is_counted(tmp_path: Path) -> None:
     config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
     assert model_size(config).active == sum(w.numel() for w in weights.values())
     drafter = replace(design.plain(config, reads=(0, 2), intermediate=20), clusters=16, cluster_top=4)
-    own = dummy_weights(drafter, "cpu", torch.float32)
+    drafter_weights = dummy_weights(drafter, "cpu", torch.float32)
     cost = drafter_size(drafter)
-    assert cost.body == sum(w.numel() for n, w in own.items() if n not in ("centroids", "token_ordering"))
+    assert cost.body == sum(w.numel() for n, w in drafter_weights.items() if n not in ("centroids", "token_ordering"))
     assert cost.head == (4 * tiny.VOCAB // 16 + 16) * config.hidden
 
 

@@ -101,9 +101,9 @@ def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_drafter_says_so(tmp_path: Path) -> None:
     run = made(tmp_path / "target", tmp_path)
     run.save()
-    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    kept["net"]["one.more"] = torch.zeros(1)
-    trainer.write(tmp_path / "checkpoint.pt", kept)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    checkpoint["net"]["one.more"] = torch.zeros(1)
+    trainer.write(tmp_path / "checkpoint.pt", checkpoint)
     with pytest.raises(
         OutriderError, match=r"does not fit this run \(its drafter is built otherwise\): choose another --out"
     ):

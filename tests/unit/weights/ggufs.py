@@ -73,9 +73,9 @@ def write(
         if ".".join(parts[3:]) in BY_HAND:
             named = f"blk.{parts[2]}.{BY_HAND['.'.join(parts[3:])]}"
         else:
-            found = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            assert found is not None, name
-            named = found if found.endswith((".weight", ".bias")) else found + ".weight"
+            stored_name = table.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert stored_name is not None, name
+            named = stored_name if stored_name.endswith((".weight", ".bias")) else stored_name + ".weight"
         if name in mix:
             blocks = part(mix[name], *data.shape, seed=len(named)).tensors["blocks"].numpy()
             writer.add_tensor(named, blocks, raw_dtype=gguf.GGMLQuantizationType[mix[name]])

@@ -93,12 +93,12 @@ def test_gguf_gives_the_same_model_as_safetensors(name: str, tmp_path: Path) -> 
     assert got.keys() == want.keys()
     for key in want:
         assert torch.equal(got[key], want[key]), key  # a q or k row out of order, or a norm without its +1, shows here
-    for mine, theirs in zip(config.layers, want_config.layers, strict=True):
-        assert (mine.attn.kv_layer, mine.intermediate) == (theirs.attn.kv_layer, theirs.intermediate)
-        assert mine.attn.group == theirs.attn.group or name == "qwen2"  # the converter drops its window
-        assert mine.rope == theirs.rope or name == "llama3"  # its tensors have their own test below
+    for ours, theirs in zip(config.layers, want_config.layers, strict=True):
+        assert (ours.attn.kv_layer, ours.intermediate) == (theirs.attn.kv_layer, theirs.intermediate)
+        assert ours.attn.group == theirs.attn.group or name == "qwen2"  # the converter drops its window
+        assert ours.rope == theirs.rope or name == "llama3"  # its tensors have their own test below
         assert (
-            abs(mine.attn.scale - theirs.attn.scale) < 1e-9 or name == "gemma3"
+            abs(ours.attn.scale - theirs.attn.scale) < 1e-9 or name == "gemma3"
         )  # 24 there: no key of the format says so
     for field in ("tied", "softcap", "moe", "ple_dim", "vocab_size", "max_context", "qkv_bias", "qk_norm"):
         assert getattr(config, field) == getattr(want_config, field), field

@@ -162,8 +162,8 @@ def test_drafters_are_read_from_gguf(tmp_path: Path, old: bool) -> None:
             ("mtp.token_ordering.weight", ORDERING),
         ):
             assert hf_name(was, "gemma4_assistant") == name
-    found, weights = load_drafter(path, "cpu", torch.float32)
-    assert replace(found, model_type=config.model_type) == config
+    drafter, weights = load_drafter(path, "cpu", torch.float32)
+    assert replace(drafter, model_type=config.model_type) == config
     assert sorted(weights["token_ordering"].tolist()) == list(range(4096)) and weights["pre"].shape == (64, 192)
     assert all(torch.isfinite(w).all() for w in weights.values() if isinstance(w, torch.Tensor))
     (tmp_path / "t.gguf").touch()

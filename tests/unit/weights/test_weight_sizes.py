@@ -28,8 +28,8 @@ COLUMNS = 768
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_gguf_format_in_a_gpus_memory(kind: str) -> None:
-    held = repack(part(kind, ROWS, COLUMNS))
-    assert held is not None and held.nbytes == LAYOUTS[kind].nbytes(ROWS, COLUMNS)
+    packed = repack(part(kind, ROWS, COLUMNS))
+    assert packed is not None and packed.nbytes == LAYOUTS[kind].nbytes(ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,20 @@ def test_a_gguf_format_in_a_gpus_memory(kind: str) -> None:
     ids=lambda f: f.name,
 )
 def test_a_format_in_a_gpus_memory(format: Format) -> None:
-    made = format.quantise(torch.randn(ROWS, COLUMNS))
+    quantised = format.quantise(torch.randn(ROWS, COLUMNS))
     if isinstance(format, IntegerFormat) and format.has_zero_point:
-        made = Weight(
-            format, made.shape, {**made.tensors, "zero": torch.ones_like(made.tensors["scale"], dtype=torch.uint8)}
+        quantised = Weight(
+            format,
+            quantised.shape,
+            {**quantised.tensors, "zero": torch.ones_like(quantised.tensors["scale"], dtype=torch.uint8)},
         )
-    held = repack(made)
+    packed = repack(quantised)
     layout = layout_of(format)
-    assert held is not None and layout is not None
+    assert packed is not None and layout is not None
     factors = (
         4 * 256 if isinstance(format, NvFp4Format) or format == Float8Format(128) else 0
     )  # one more for each row, which the account leaves out
-    assert held.nbytes - factors == layout.nbytes(ROWS, COLUMNS)
+    assert packed.nbytes - factors == layout.nbytes(ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q5_1"])
