@@ -79,8 +79,8 @@ def in_order(q: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, span_end
         places = torch.arange(last)
         pages = kv.tables["full"][b, places // kv.page_size].long()
         for head in range(spec.kv_heads):
-            mine = slice(head * group, head * group + group)
-            query = q.view(-1, spec.heads, spec.head_dim)[row, mine]
+            columns = slice(head * group, head * group + group)
+            query = q.view(-1, spec.heads, spec.head_dim)[row, columns]
             k, v = (side[pages, head, places % kv.page_size] for side in (keys, values))
             v = torch.cat([v, torch.ones((last, 1), dtype=v.dtype)], 1)  # the sum of weights
             total = torch.zeros((group, 513))
@@ -101,7 +101,7 @@ def in_order(q: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, span_end
                 total = total * torch.exp2(top - known(new)) + acc * torch.exp2(peak - known(new))
                 first = first + size
                 top = new
-            out[row, mine] = (total[:, :512] / total[:, 512:]).bfloat16()
+            out[row, columns] = (total[:, :512] / total[:, 512:]).bfloat16()
     return out.view_as(q)
 
 

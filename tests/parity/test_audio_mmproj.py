@@ -41,23 +41,23 @@ def converted(name: str, tensor: torch.Tensor, ollama: bool) -> tuple[str, np.nd
     if "depthwise_conv1d" in name:
         data = data.squeeze(1)
     plain = name.replace(".linear.weight", ".weight").replace("model.audio_tower.", "conformer.")
-    found = table.get_name(plain, try_suffixes=SUFFIXES)
-    assert found is not None, name
+    stored_name = table.get_name(plain, try_suffixes=SUFFIXES)
+    assert stored_name is not None, name
     if ollama:
-        stem, _, tail = found.rpartition(".")
+        stem, _, tail = stored_name.rpartition(".")
         where, dot, module = stem.rpartition(".") if ".blk." in stem else ("", "", stem)
-        found = f"{where}{dot}{OLLAMA.get(module, module)}.{tail}"
-    return found, np.ascontiguousarray(np.atleast_1d(data.numpy()))
+        stored_name = f"{where}{dot}{OLLAMA.get(module, module)}.{tail}"
+    return stored_name, np.ascontiguousarray(np.atleast_1d(data.numpy()))
 
 
 def write(kind: str, folder: Path, ollama: bool = False, quantise: str | None = None, without: str = "") -> Path:
     """A GGUF model and its projector with images and sound; returns the model. without: leaves this tensor out."""
     model = tiny_audio.target(kind)
     text = model.config.get_text_config()
-    own = {normalise(k): v for k, v in model.state_dict().items() if ".language_model." in k}
+    weights = {normalise(k): v for k, v in model.state_dict().items() if ".language_model." in k}
     folder.mkdir()
     control = dict(zip((270, 271, 272, 273, 274, 275, 276), tiny_audio.SPELLED))
-    ggufs.write(folder / "model-Q8_0.gguf", "gemma4", text, own, tokenizer=True, control=control)
+    ggufs.write(folder / "model-Q8_0.gguf", "gemma4", text, weights, tokenizer=True, control=control)
     writer = gguf.GGUFWriter(folder / "mmproj-model-F16.gguf", "clip")
     vision_kind, audio_kind = KINDS[kind]
     writer.add_string("clip.vision.projector_type", vision_kind)

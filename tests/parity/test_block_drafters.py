@@ -43,8 +43,8 @@ def zlab(raw: dict[str, Any]) -> Any:
 def loaded(model: Any, raw: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
     """Random weights, put into a module and returned by their names on disk."""
     state = tensors(raw, seed)
-    own = {f"{n}.weight" if "codebook" in n and n not in model.state_dict() else n: t for n, t in state.items()}
-    missing, unexpected = model.load_state_dict(own, strict=False)
+    weights = {f"{n}.weight" if "codebook" in n and n not in model.state_dict() else n: t for n, t in state.items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and all("rotary" in name for name in missing), (missing, unexpected)
     return state
 
@@ -140,10 +140,10 @@ def test_eagle3_is_speculators(tmp_path: Path, layout: str) -> None:
     feature = block.context(context)
     for t in (0, 4, 7):
         kv = context_of(block, [s[:t] for s in context], ids[:t])
-        own = block.rows(block.layers[0], feature, torch.tensor([t]), 2)
-        h, back = block.feature_step(ids[t : t + 1], feature[t : t + 1], kv, own, 0)
+        own_rows = block.rows(block.layers[0], feature, torch.tensor([t]), 2)
+        h, back = block.feature_step(ids[t : t + 1], feature[t : t + 1], kv, own_rows, 0)
         torch.testing.assert_close(block.logits(h)[0], seen[0][t], **CLOSE)
-        h, _ = block.feature_step(ids[t + 1 : t + 2], back, kv, own, 1)
+        h, _ = block.feature_step(ids[t + 1 : t + 2], back, kv, own_rows, 1)
         torch.testing.assert_close(block.logits(h)[0], seen[1][t], **CLOSE)
     assert block.ids is not None and block.ids.tolist() == [*range(10), *range(30, 60)]
 
@@ -235,8 +235,8 @@ def test_deepseeks_eagle3_is_the_definition(tmp_path: Path, layout: str) -> None
     feature = block.context(context)
     for t in (0, 3, 8):
         kv = context_of(block, [s[:t] for s in context], ids[:t])
-        own = block.rows(block.layers[0], feature, torch.tensor([t]), 1)
-        h, _ = block.feature_step(ids[t : t + 1], feature[t : t + 1], kv, own, 0)
+        own_rows = block.rows(block.layers[0], feature, torch.tensor([t]), 1)
+        h, _ = block.feature_step(ids[t : t + 1], feature[t : t + 1], kv, own_rows, 0)
         torch.testing.assert_close(block.logits(h)[0], want[t], **CLOSE)
 
 

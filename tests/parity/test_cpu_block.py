@@ -89,9 +89,9 @@ class Texts:
             return block.backbone(ids, kv, end)
         feature = block.context([stream[-2:] for stream in self.streams])
         made = []
-        own = block.rows(block.layers[0], feature, end - 1, 3)
+        own_rows = block.rows(block.layers[0], feature, end - 1, 3)
         for step in range(3):
-            h, feature = block.feature_step(torch.tensor([5, 9]) + step, feature, kv, own, step)
+            h, feature = block.feature_step(torch.tensor([5, 9]) + step, feature, kv, own_rows, step)
             made.append(h)
         return torch.stack(made, 1)
 

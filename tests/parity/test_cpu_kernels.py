@@ -155,9 +155,9 @@ def test_clustered_logits(ops: CpuOps) -> None:
     g = whole(3, 64)
     centroids = seeded(20, 64)
     rows = seeded(20 * 24, 64)
-    for held in (rows.view(20, 24, 64), ops.quantize(rows, "int8").view(20, 24, 64)):
-        best, z = ops.clustered_logits(g, centroids, held, 5)
-        want_best, want = REF.clustered_logits(g, centroids, ops.unpack(held).view(20, 24, 64), 5)
+    for packed in (rows.view(20, 24, 64), ops.quantize(rows, "int8").view(20, 24, 64)):
+        best, z = ops.clustered_logits(g, centroids, packed, 5)
+        want_best, want = REF.clustered_logits(g, centroids, ops.unpack(packed).view(20, 24, 64), 5)
         assert torch.equal(best, want_best) and torch.allclose(z, want, rtol=1e-4, atol=1e-2)
 
 

@@ -57,12 +57,12 @@ def test_the_addition(ops: CpuOps, kind: torch.dtype, tmp_path: Path) -> None:
     quantize, error = KINDS[kind]
     dtype = torch.float16 if kind == torch.float16 else torch.float32
     bases = dummy_weights(config, "cpu", dtype, ops, quantize)
-    made = adapters_of(config, ops, tmp_path, bases)
+    adapters = adapters_of(config, ops, tmp_path, bases)
     reference = ReferenceOps()
     for name, path in ((name, tmp_path / name) for name in ADAPTERS):
         theirs = load_adapter(name, path, config, reference, torch.float32, torch.device("cpu"))
-        assert made[name].parts.keys() == theirs.parts.keys()
-        for key, part in made[name].parts.items():
+        assert adapters[name].parts.keys() == theirs.parts.keys()
+        for key, part in adapters[name].parts.items():
             assert isinstance(part.a, PackedWeight)
             assert part.a.nbytes < (kind.itemsize + 0.1) * part.a.c.n * part.a.c.k
             x = torch.randn((11, theirs.parts[key].a.shape[1]), generator=torch.Generator().manual_seed(1))
@@ -97,8 +97,8 @@ def test_a_whole_pass(ops: CpuOps, name: str, quantize: str | None, tmp_path: Pa
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=3), ops)
     compiled = ops.compile(model)
     names = weight_names(model)
-    made = adapters_of(config, ops, tmp_path, adaptable_weights(model))
-    order = [made["a"], None, made["b"], made["c"], made["a"], made["d"]]
+    adapters = adapters_of(config, ops, tmp_path, adaptable_weights(model))
+    order = [adapters["a"], None, adapters["b"], adapters["c"], adapters["a"], adapters["d"]]
     counts = [9, 4, 17, 3, 1, 30]
     taps = (0, 2)
     ids = torch.randint(0, 96, (sum(counts),), generator=torch.Generator().manual_seed(0))

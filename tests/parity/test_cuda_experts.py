@@ -45,16 +45,16 @@ def experts(count: int, n: int, k: int, seed: int) -> tuple[QuantExperts, Tensor
     """DeviceWeight by the GPU, and what it stands for."""
     dense = random(count, n, k, seed=seed, scale=k**-0.5)
     format = GROUPED if k % 128 == 0 else BY_ROW
-    held = round_experts(dense, format)
-    assert held is not None
-    return held, format.quantise(dense).dense().double()
+    packed_experts = round_experts(dense, format)
+    assert packed_experts is not None
+    return packed_experts, format.quantise(dense).dense().double()
 
 
 def matrix(n: int, k: int, seed: int) -> tuple[QuantWeight, Tensor]:
     weight = (GROUPED if k % 128 == 0 else BY_ROW).quantise(random(n, k, seed=seed, scale=k**-0.5))
-    held = repack(weight)
-    assert held is not None
-    return held, weight.dense().double()
+    packed = repack(weight)
+    assert packed is not None
+    return packed, weight.dense().double()
 
 
 def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ def test_tokens_are_their_definition(
     down = replace(down, matrix=kept(down.matrix))
     dense = SharedMLP.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
     assert (dense is not None) == beside
-    held = ExpertWeights(hold(router), hold(scale), gate_up, down, top, "gelu_tanh")
-    plan = MoeGemvPlan.of(rows, held, dense, few.sms, 1 << 20)
+    packed_experts = ExpertWeights(hold(router), hold(scale), gate_up, down, top, "gelu_tanh")
+    plan = MoeGemvPlan.of(rows, packed_experts, dense, few.sms, 1 << 20)
     assert plan is not None and plan.stages == 4 and plan.router[1] > 1
     kernels = few.kernels(plan, "gelu_tanh")
     assert kernels is not None
-    layer = MoeGemvLayer(held, dense, plan, kernels)
+    layer = MoeGemvLayer(packed_experts, dense, plan, kernels)
     with memory:
         logits = few.logits(layer, hold(router_in), False)
         pairs, weight, sums = few.answers(layer, hold(z), hold(x), hold(h), False)

@@ -204,9 +204,9 @@ def test_every_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plane, a pair or a bit above it in the wrong place, a factor of another group or row."""
     for case, most, fewer in ((Case(128, 512, 1, 3, 2), 8, 5), (Case(128, 768, 4, 2, 2, extras=GELU), 3, 1)):
         weight: Weight = FORMATS[name](case.n, case.k)
-        held = repack(weight)
-        assert held is not None
-        rig = Rig(monkeypatch, case, weight=held)
+        packed = repack(weight)
+        assert packed is not None
+        rig = Rig(monkeypatch, case, weight=packed)
         x = drawn(case, most)
         together = rig.product(x)
         y = x.double() @ weight.dense().double().T

@@ -61,9 +61,9 @@ def test_peak_while_loading(scheme: str, tmp_path: Path, monkeypatch: pytest.Mon
     quantised.rewrite(folder, scheme)
     ops = TritonOps("cpu", pdl=False)  # its counters are not the loader's
     with Peak() as peak:
-        _, held, _ = load_target(folder, "cpu", torch.bfloat16, ops)
-    kept = sum(w.nbytes for w in held.values())
-    largest = max(w.nbytes for w in held.values() if isinstance(w, QuantWeight))
-    assert largest < 0.05 * kept and isinstance(held["layers.3.gate_up"], QuantWeight)
+        _, weights, _ = load_target(folder, "cpu", torch.bfloat16, ops)
+    kept = sum(w.nbytes for w in weights.values())
+    largest = max(w.nbytes for w in weights.values() if isinstance(w, QuantWeight))
+    assert largest < 0.05 * kept and isinstance(weights["layers.3.gate_up"], QuantWeight)
     assert 0.95 * kept <= peak.now <= 1.05 * kept
     assert peak.most <= kept + 12 * largest

@@ -55,10 +55,10 @@ def converted(name: str, data: np.ndarray, swapped: bool) -> tuple[str, np.ndarr
     name = name.replace("vision_tower.post_l", "vision_tower.vision_model.post_l")
     name += ".weight" if name.endswith("position_embedding_table") else ""
     for spelled in (name, f"model.{name}", name.replace("vision_tower.vision_model.encoder", "vision_model.model")):
-        if (found := table.get_name(spelled, try_suffixes=SUFFIXES)) is not None:
-            if swapped and ".ffn_" in found:  # as the first converter wrote them
-                found = found.replace("ffn_up", "?").replace("ffn_down", "ffn_up").replace("?", "ffn_down")
-            return found, np.atleast_1d(data)
+        if (stored_name := table.get_name(spelled, try_suffixes=SUFFIXES)) is not None:
+            if swapped and ".ffn_" in stored_name:  # as the first converter wrote them
+                stored_name = stored_name.replace("ffn_up", "?").replace("ffn_down", "ffn_up").replace("?", "ffn_down")
+            return stored_name, np.atleast_1d(data)
     raise AssertionError(name)
 
 
@@ -67,11 +67,13 @@ def write(kind: str, folder: Path, quantise: str | None = None, swapped: bool = 
     model = tiny_vision.target(kind)
     text = model.config.get_text_config()
     state = model.state_dict()
-    own = {normalise(k): v for k, v in state.items() if ".language_model." in k}
+    weights = {normalise(k): v for k, v in state.items() if ".language_model." in k}
     folder.mkdir()
     arch = "gemma3" if kind == "gemma3_4b" else "gemma4"
     names = tiny_vision.SPELLED.get(kind, ("<|image>", "<|image|>", "<image|>"))
-    ggufs.write(folder / "model-Q8_0.gguf", arch, text, own, tokenizer=True, control=dict(zip((270, 271, 272), names)))
+    ggufs.write(
+        folder / "model-Q8_0.gguf", arch, text, weights, tokenizer=True, control=dict(zip((270, 271, 272), names))
+    )
     writer = gguf.GGUFWriter(folder / "mmproj-model-F16.gguf", "clip")
     vision = model.config.vision_config
     writer.add_string("clip.vision.projector_type", KINDS[kind])

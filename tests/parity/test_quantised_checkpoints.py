@@ -190,9 +190,9 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     from outrider.ops.triton import TritonOps
     from outrider.ops.triton.quant_moe import QuantExperts
 
-    _, held, _ = load_target(folder, ops=TritonOps("cpu", pdl=False))
+    _, weights, _ = load_target(folder, ops=TritonOps("cpu", pdl=False))
     for name in ("layers.0.experts_gate_up", "layers.5.experts_down"):
-        assert isinstance(held[name], QuantExperts) and held[name].shape == as_tensor(got[name]).shape
+        assert isinstance(weights[name], QuantExperts) and weights[name].shape == as_tensor(got[name]).shape
 
 
 def test_the_compressed_tensors_package_packs_the_same_words() -> None:
@@ -212,10 +212,10 @@ def test_the_cpu_kernels_hold_grouped_integers_as_they_are(scheme: str, tmp_path
     folder = made("llama", tmp_path)
     quantised.rewrite(folder, scheme)
     ops = CpuOps(1)
-    _, held, _ = load_target(folder, ops=ops)
+    _, weights, _ = load_target(folder, ops=ops)
     _, dense, _ = load_target(folder)
     for key in ("layers.0.qkv", "layers.1.gate_up", "layers.1.down"):
-        weight = held[key]
+        weight = weights[key]
         meant = as_tensor(dense[key])
         assert isinstance(weight, PackedWeight)
         torch.testing.assert_close(ops.unpack(weight), meant, rtol=2e-3, atol=2e-3)

@@ -83,19 +83,19 @@ def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.
 def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) -> None:
     """v taken after k's norm or rotation; a write to the logical page; q and k norms swapped."""
     spec = AttnSpec(4, 2, 24, 0, writes, k_eq_v=k_eq_v, norm_v=norm_v)
-    mine, theirs = (cache(spec, [(5, 3), (0, 2)], 4) for _ in range(2))
+    ours, theirs = (cache(spec, [(5, 3), (0, 2)], 4) for _ in range(2))
     qkv = rand(5, spec.qkv_rows)
     q_norm = rand(24, seed=1)
     k_norm = rand(24, seed=2)
     freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
-    cos, sin = ops.rope_angles(mine.positions * 100, freq)
-    for got, want in zip((cos, sin), REF.rope_angles(mine.positions * 100, freq)):
+    cos, sin = ops.rope_angles(ours.positions * 100, freq)
+    for got, want in zip((cos, sin), REF.rope_angles(ours.positions * 100, freq)):
         near(got, want)
     near(
-        ops.rope_write(qkv, (cos, sin), (q_norm, k_norm), spec, mine),
+        ops.rope_write(qkv, (cos, sin), (q_norm, k_norm), spec, ours),
         REF.rope_write(qkv, (cos, sin), (q_norm, k_norm), spec, theirs),
     )
-    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+    for got, want in ((ours.keys[0], theirs.keys[0]), (ours.values[0], theirs.values[0])):
         assert got is not None and want is not None
         assert torch.equal(got.isnan(), want.isnan())
         near(got.nan_to_num(0.0), want.nan_to_num(0.0))
@@ -156,15 +156,15 @@ def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> No
     do not depend on the rows beside; moved as they are."""
     fp8 = torch.float8_e4m3fn
     spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=0.3)
-    mine, theirs = (cache(spec, [(150, 5), (3, 2)], 16, fp8) for _ in range(2))
+    ours, theirs = (cache(spec, [(150, 5), (3, 2)], 16, fp8) for _ in range(2))
     qkv = rand(7, spec.qkv_rows)
     k_norm = rand(24, seed=2)
     qkv[:, -1] = 1e4
     freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
-    cos, sin = REF.rope_angles(mine.positions, freq)
-    q = ops.rope_write(qkv, (cos, sin), (None, k_norm), spec, mine)
+    cos, sin = REF.rope_angles(ours.positions, freq)
+    q = ops.rope_write(qkv, (cos, sin), (None, k_norm), spec, ours)
     REF.rope_write(qkv, (cos, sin), (None, k_norm), spec, theirs)
-    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+    for got, want in ((ours.keys[0], theirs.keys[0]), (ours.values[0], theirs.values[0])):
         assert got is not None and want is not None and torch.equal(got.float().isnan(), want.float().isnan())
         apart = (got.float() - want.float()).nan_to_num(0.0).abs()  # norms differ in the last bit, which may be a step
         assert (
@@ -172,14 +172,14 @@ def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> No
             and float((apart > 0).float().mean()) < 0.001
         )
     assert float(theirs.values[0].float().nan_to_num(0.0).max()) == 448.0  # type: ignore[union-attr]
-    apart = attend(q, spec, mine, False, shape=AttentionConfig(True, 16, 4))
-    near(apart, REF.attend(q, spec, mine))
-    assert torch.equal(attend(q, spec, mine, False, shape=AttentionConfig(False, 16, 4)), apart)
+    apart = attend(q, spec, ours, False, shape=AttentionConfig(True, 16, 4))
+    near(apart, REF.attend(q, spec, ours))
+    assert torch.equal(attend(q, spec, ours, False, shape=AttentionConfig(False, 16, 4)), apart)
     at = torch.tensor([[0, 2], [0, 1]], device=DEVICE)
-    ops.compact_kv(at, torch.tensor([1, 1], device=DEVICE), torch.tensor([150, 3], device=DEVICE), [spec], mine)
-    assert mine.keys[0] is not None
-    where = mine.tables["full"][0, 151 // 16], mine.tables["full"][0, 152 // 16]
-    assert torch.equal(mine.keys[0][where[0], :, 151 % 16].float(), mine.keys[0][where[1], :, 152 % 16].float())
+    ops.compact_kv(at, torch.tensor([1, 1], device=DEVICE), torch.tensor([150, 3], device=DEVICE), [spec], ours)
+    assert ours.keys[0] is not None
+    where = ours.tables["full"][0, 151 // 16], ours.tables["full"][0, 152 // 16]
+    assert torch.equal(ours.keys[0][where[0], :, 151 % 16].float(), ours.keys[0][where[1], :, 152 % 16].float())
 
 
 def test_attend_long() -> None:
@@ -240,13 +240,13 @@ def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
     together = ops.attend(q, spec, kv)
     near(together, REF.attend(q, spec, kv))
     for b, (first, count) in enumerate(spans):
-        mine = slice(int(kv.row_start[b]), int(kv.row_start[b + 1]))
+        span = slice(int(kv.row_start[b]), int(kv.row_start[b + 1]))
         one = KVView(
-            16, kv.keys, kv.values, {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[mine],
-            kv.row_seq[mine] * 0,
+            16, kv.keys, kv.values, {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[span],
+            kv.row_seq[span] * 0,
             torch.tensor([0, count], dtype=torch.int32, device=DEVICE), count, first + count,
         )  # fmt: skip
-        same(ops.attend(q[mine], spec, one), together[mine])
+        same(ops.attend(q[span], spec, one), together[span])
 
 
 def test_tiles_of_prompts_are_for_bfloat16() -> None:

@@ -84,12 +84,12 @@ def test_write_context(ops: TritonOps, same: bool) -> None:
     """K/V written to another head, k's norm given to v, or v rotated."""
     spec = AttnSpec(4, 2, 24, 0, True, k_eq_v=same, norm_v=same)
     attn = BlockAttn(spec, None, True, None, rand(24, seed=2))
-    mine, theirs = (cache(spec, [(5, 3), (0, 4)], 4) for _ in range(2))
-    made = rand(7, 24 * (2 if same else 4))
+    ours, theirs = (cache(spec, [(5, 3), (0, 4)], 4) for _ in range(2))
+    values = rand(7, 24 * (2 if same else 4))
     cos, sin = angles(7, 24)
-    ops.write_context(made, (cos, sin), attn, mine)
-    REF.write_context(made, (cos, sin), attn, theirs)
-    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+    ops.write_context(values, (cos, sin), attn, ours)
+    REF.write_context(values, (cos, sin), attn, theirs)
+    for got, want in ((ours.keys[0], theirs.keys[0]), (ours.values[0], theirs.values[0])):
         assert got is not None and want is not None and torch.equal(got.isnan(), want.isnan())
         near(got.nan_to_num(0.0), want.nan_to_num(0.0))
 

@@ -62,12 +62,12 @@ def test_product_is_its_definition(name: str) -> None:
     k = 256
     rows = 3
     weight = experts(name, n, k)
-    held = hold_experts(weight)
-    assert held is not None and held.shape == (EXPERTS, n, k)
+    packed_experts = hold_experts(weight)
+    assert packed_experts is not None and packed_experts.shape == (EXPERTS, n, k)
     z, x, scale = inputs(rows, k)
     pairs = list_pairs(z, scale, TOP, False)
     out = torch.full((rows * TOP, n), torch.nan, dtype=DTYPE, device=DEVICE)
-    moe.grouped_gemm(x, held, out, pairs, TOP, None, False)
+    moe.grouped_gemm(x, packed_experts, out, pairs, TOP, None, False)
     chosen = z.topk(TOP, -1).indices.flatten()
     want = torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().repeat_interleave(TOP, 0))
     rounded = (
@@ -149,14 +149,14 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
     scale = rand(count, seed=6).abs().to(DEVICE) + 0.5
     norms = [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)]
     scalar = torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE)
-    held = ExpertWeights(router, scale, gate_up, down, top, "gelu_tanh")
+    packed_experts = ExpertWeights(router, scale, gate_up, down, top, "gelu_tanh")
     end = MoeResidual(norms[0], norms[1], norms[2], scalar, norms[3], 1e-6)
     most = 300 if CUDA else 3
     z, x, h, stream = (rand(most, hidden, seed=11 + i).to(DEVICE, DTYPE) for i in range(4))
 
     def run(lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = (t[lo:hi] for t in (z, x, h, stream))
-        return ops.moe_with_shared_mlp(*rows, MoeLayer(held, (mlp[0], mlp[1]), end))
+        return ops.moe_with_shared_mlp(*rows, MoeLayer(packed_experts, (mlp[0], mlp[1]), end))
 
     whole = run(0, most)
     for lo, hi in ((0, 1), (1, 2), (most - 1, most), (0, 2)) + (((0, 5), (1, 9), (3, 43)) if CUDA else ()):
@@ -180,12 +180,14 @@ def test_spans_of_the_dense_mlp_are_added_where_it_is_mixed() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_logits_that_are_no_numbers_read_no_other_memory(rows: int) -> None:
     """Ranks are then no order: the experts they would name lie far outside."""
-    held = hold_experts(experts("int4 g32", 64, 64))
-    assert held is not None
+    packed_experts = hold_experts(experts("int4 g32", 64, 64))
+    assert packed_experts is not None
     z, x, scale = inputs(rows, 64)
     z[:] = torch.nan
     assert (
-        moe.experts(list_pairs(z, scale, TOP, False), x, held, x.new_zeros(EXPERTS, 64, 32), "gelu_tanh", False).shape
+        moe.experts(
+            list_pairs(z, scale, TOP, False), x, packed_experts, x.new_zeros(EXPERTS, 64, 32), "gelu_tanh", False
+        ).shape
         == x.shape
     )
 
@@ -202,15 +204,15 @@ def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.Mon
     format = next(f for f in MODES[mode] if f.alignment() <= 1 or 160 % f.alignment() == 0)
     whole = hold_experts(format.quantise(dense))
     monkeypatch.setattr(quant_moe, "SLICE", 64 * 160)
-    held = ops.quantize(dense, mode)
+    packed = ops.quantize(dense, mode)
     assert (
-        isinstance(held, QuantExperts)
+        isinstance(packed, QuantExperts)
         and whole is not None
-        and held.shape == (3, 40, 160)
-        and held.nbytes == whole.nbytes
+        and packed.shape == (3, 40, 160)
+        and packed.nbytes == whole.nbytes
     )
     for name in ("words", "scale", "factor"):
-        one = getattr(held.matrix, name)
+        one = getattr(packed.matrix, name)
         other = getattr(whole.matrix, name)
         assert (one is None and other is None) or torch.equal(one, other), name
 

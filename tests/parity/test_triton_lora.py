@@ -70,8 +70,8 @@ def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: i
 
     got = runs(ops, 0, OWNERS, COUNTS)
     want = runs(ReferenceOps(), 0, OWNERS, COUNTS)
-    for mine, theirs in zip(got, want):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(got, want):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     start = 0
     for owner, count in zip(OWNERS, COUNTS):
         for alone, batch in zip(runs(ops, start, (owner,), (count,)), got):

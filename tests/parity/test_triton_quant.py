@@ -88,26 +88,26 @@ def test_product_is_its_definition(name: str) -> None:
     k = 512
     weight = WEIGHTS[name](n, k).to(DEVICE)
     dense = weight.dense()
-    held = repack(weight)
-    assert held is not None and held.shape == (n, k)
+    packed = repack(weight)
+    assert packed is not None and packed.shape == (n, k)
     seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     x = rand(3, k).to(DEVICE, DTYPE)
     rounded = name.endswith(("_K", "fp8 g128", "asymmetric")) or name.startswith(
         ("IQ", "int8 asymmetric")
     )  # factors or offsets rounded to float16
     limit = 1e-2 if CUDA else 5e-4 if rounded else 1e-5
-    near(quant_linear(x, held, seen, Epilogue(), False), REF.linear(x.float(), dense), limit)
-    near(quant_linear(x, held, seen, Epilogue(), False, QuantTile(64, 2, 2)), REF.linear(x.float(), dense), limit)
+    near(quant_linear(x, packed, seen, Epilogue(), False), REF.linear(x.float(), dense), limit)
+    near(quant_linear(x, packed, seen, Epilogue(), False, QuantTile(64, 2, 2)), REF.linear(x.float(), dense), limit)
     assert int(seen.abs().sum()) == 0
 
 
 def test_columns_that_fill_no_chunk() -> None:
     weight = IntegerFormat(4, 32).quantise(rand(64, 352, seed=1)).to(DEVICE)
-    held = repack(weight)
-    assert held is not None and held.chunks == 2
+    packed = repack(weight)
+    assert packed is not None and packed.chunks == 2
     x = rand(2, 352).to(DEVICE, DTYPE)
     near(
-        quant_linear(x, held, torch.zeros(8, dtype=torch.int32, device=DEVICE), Epilogue(), False),
+        quant_linear(x, packed, torch.zeros(8, dtype=torch.int32, device=DEVICE), Epilogue(), False),
         REF.linear(x.float(), weight.dense()),
         1e-2,
     )
@@ -115,20 +115,20 @@ def test_columns_that_fill_no_chunk() -> None:
 
 def test_gated_bias_and_multiplied() -> None:
     weight = IntegerFormat(4, 32).quantise(rand(144, 256, seed=1, scale=0.1)).to(DEVICE)
-    held = repack(weight)
+    packed = repack(weight)
     dense = weight.dense().to(DTYPE)
-    assert held is not None
+    assert packed is not None
     seen = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     x, y, bias = (rand(*s).to(DEVICE, DTYPE) for s in ((2, 256), (2, 144), (144,)))
-    near(quant_linear(x, held, seen, Epilogue(act="silu"), False), REF.gated_linear(x, dense, "silu"), 1e-2)
-    near(quant_linear(x, held, seen, Epilogue(bias=bias), False), REF.linear(x, dense, bias), 1e-2)
+    near(quant_linear(x, packed, seen, Epilogue(act="silu"), False), REF.gated_linear(x, dense, "silu"), 1e-2)
+    near(quant_linear(x, packed, seen, Epilogue(bias=bias), False), REF.linear(x, dense, bias), 1e-2)
     near(
-        quant_linear(x, held, seen, Epilogue(mul=y, act="gelu_tanh"), False),
+        quant_linear(x, packed, seen, Epilogue(mul=y, act="gelu_tanh"), False),
         REF.linear_act_mul(x, dense, y, "gelu_tanh"),
         1e-2,
     )
     near(
-        quant_linear(x, held, seen, Epilogue(softcap=3.0, out_dtype=torch.float32), False),
+        quant_linear(x, packed, seen, Epilogue(softcap=3.0, out_dtype=torch.float32), False),
         REF.logits(x, dense, 3.0),
         1e-2,
     )
@@ -138,18 +138,18 @@ def test_gated_bias_and_multiplied() -> None:
 def test_rows_stand_alone(name: str) -> None:
     """A row's bits do not depend on the rows beside it: tiles of 8, 16, 32 and 64 tokens, with and without spans."""
     weight = WEIGHTS[name](64, 2048 if CUDA else 256).to(DEVICE)
-    held = repack(weight)
-    assert held is not None
+    packed = repack(weight)
+    assert packed is not None
     seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     x = rand(130 if CUDA else 40, weight.shape[1]).to(DEVICE, DTYPE)
     some = [0, 1, 2, 37]  # 40 tokens are 32 and 8
     for tile, gated in ((None, False), (None, True), (QuantTile(64, 2, 2), False)):
-        spans = tile and fit(tile, 40, held, 226 << 10)
+        spans = tile and fit(tile, 40, packed, 226 << 10)
         extras = Epilogue(act="silu" if gated else "")
-        alone = torch.cat([quant_linear(x[i : i + 1], held, seen, extras, False, tile) for i in some])
+        alone = torch.cat([quant_linear(x[i : i + 1], packed, seen, extras, False, tile) for i in some])
         for count in (5, 17, 40, 130) if tile is None else (40,):
             bm, cut = spans or (None, None)
-            together = quant_linear(x[:count], held, seen, extras, False, cut, bm)[
+            together = quant_linear(x[:count], packed, seen, extras, False, cut, bm)[
                 [i for i in some if i < min(count, len(x))]
             ]
             assert (
@@ -167,15 +167,15 @@ def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tm
     folder = tiny.write(model, tmp_path, tokenizer=False)
     quantised.rewrite(folder, scheme)
     ops = TritonOps(DEVICE, pdl=False)
-    _, held, _ = load_target(folder, DEVICE, DTYPE, ops)
+    _, weights, _ = load_target(folder, DEVICE, DTYPE, ops)
     _, dense, _ = load_target(folder, DEVICE, torch.float32)
     for key in ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down"):
-        weight = held[key]
+        weight = weights[key]
         meant = dense[key]
         assert isinstance(weight, QuantWeight) and weight.shape == meant.shape
         x = rand(2, meant.shape[1]).to(DEVICE, DTYPE)
         near(ops.linear(x, weight), REF.linear(x.float(), meant), 1e-2)
-    assert isinstance(held["embed"], torch.Tensor)
+    assert isinstance(weights["embed"], torch.Tensor)
 
 
 def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> None:
@@ -194,14 +194,14 @@ def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> N
 def test_dense_weights_are_rounded_when_asked(mode: str) -> None:
     ops = TritonOps(DEVICE, pdl=False)
     dense = rand(64, 256, seed=3, scale=0.05).to(DEVICE, DTYPE)
-    held = ops.quantize(dense, mode)
+    packed = ops.quantize(dense, mode)
     assert (
-        isinstance(held, QuantWeight)
-        and held.nbytes < dense.nbytes * (0.6 if mode != "int4" else 0.32) * 2 / dense.element_size()
+        isinstance(packed, QuantWeight)
+        and packed.nbytes < dense.nbytes * (0.6 if mode != "int4" else 0.32) * 2 / dense.element_size()
     )
     x = rand(2, 256).to(DEVICE, DTYPE)
-    near(ops.linear(x, held), REF.linear(x.float(), dense.float()), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
-    near(ops.unpack(held), dense.to(torch.bfloat16), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
+    near(ops.linear(x, packed), REF.linear(x.float(), dense.float()), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
+    near(ops.unpack(packed), dense.to(torch.bfloat16), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
 
 
 def test_a_small_matrix_stays_dense_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,13 +236,13 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
     """Alone, in fours and in eights; one span, several, and a last one that is shorter."""
     few = WNA16Gemv(torch.device("cuda", 0), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
-        held = repack(WEIGHTS[name](n, k).to(DEVICE))
-        assert held is not None
+        packed = repack(WEIGHTS[name](n, k).to(DEVICE))
+        assert packed is not None
         x = rand(8, k).to(DEVICE, DTYPE)
         extras = Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue()
-        want = quant_linear(x, held, few.semaphores, extras, True)
+        want = quant_linear(x, packed, few.semaphores, extras, True)
         for rows in range(1, 9):
-            got = few.product(x[:rows], held, extras, True)
+            got = few.product(x[:rows], packed, extras, True)
             assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
         assert not few.semaphores.any()
 
@@ -254,13 +254,13 @@ def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> 
     """And a row of few tokens those of the same row among many; one span, several, and a last one that is shorter."""
     ops = TritonOps(DEVICE)
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
-        held = repack(WEIGHTS[name](n, k).to(DEVICE))
-        assert held is not None
+        packed = repack(WEIGHTS[name](n, k).to(DEVICE))
+        assert packed is not None
         x = rand(40, k).to(DEVICE, DTYPE)
         extras = Epilogue(act="gelu_tanh" if n > 128 else "silu") if gated else Epilogue()
-        want = quant_linear(x, held, ops.semaphores, extras, True)
+        want = quant_linear(x, packed, ops.semaphores, extras, True)
         for rows in (9, 16, 17, 25, 40):
-            got = ops.w4a16_wgmma.product(x[:rows], held, extras, True)
+            got = ops.w4a16_wgmma.product(x[:rows], packed, extras, True)
             assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
-        few = ops.wna16_gemv.product(x[:8], held, extras, True)
+        few = ops.wna16_gemv.product(x[:8], packed, extras, True)
         assert few is not None and torch.equal(few, want[:8]) and not ops.semaphores.any()

@@ -102,13 +102,13 @@ def test_a_path_is_kept_alike(ops: TritonOps) -> None:
     config = ModelConfig.from_hf(VARIANTS["edge"])
     specs = [config.layers[i].attn for i in config.kv_layers]
     caches = [build_kv(config, 2, 24, device=DEVICE) for _ in range(2)]
-    for mine, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
-        if mine is not None and theirs is not None:
+    for ours, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
+        if ours is not None and theirs is not None:
             theirs.normal_()
-            mine.copy_(theirs)
+            ours.copy_(theirs)
     rows = torch.tensor([[0, 2, 3, 5, 7], [0, 1, 2, 2, 2]], device=DEVICE)
     for x, cache in zip((ops, REF), caches):
         kv = cache.view([(9, 8), (3, 8)])
         x.compact_kv(rows, torch.tensor([4, 2], device=DEVICE), torch.tensor([9, 3], device=DEVICE), specs, kv)
-    for mine, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    for ours, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
+        assert ours is None or theirs is None or torch.equal(ours, theirs)

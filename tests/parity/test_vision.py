@@ -26,9 +26,9 @@ def test_pixels_are_those_of_the_pil_processor(size: tuple[int, int], budget: in
 
     image = tiny_vision.picture(*size)
     theirs = Gemma4ImageProcessorPil(max_soft_tokens=budget)(image, return_tensors="pt")
-    made = pixels(image, budget, 48)
-    assert made.shape[:2] == target_size(*size, budget, 48)
-    ours, positions = patches(unit_range(torch.from_numpy(made.copy())), 16)
+    decoded = pixels(image, budget, 48)
+    assert decoded.shape[:2] == target_size(*size, budget, 48)
+    ours, positions = patches(unit_range(torch.from_numpy(decoded.copy())), 16)
     count = ours.shape[0]
     assert torch.equal(theirs["pixel_values"][0, :count], ours)
     assert torch.equal(theirs["image_position_ids"][0, :count], positions)

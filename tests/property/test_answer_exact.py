@@ -65,9 +65,9 @@ class Whole:
 
 def engine(variant: str, mtp: bool, **config: Any) -> Engine:
     model = MODELS[variant]
-    made = tiny_engine(variant, mtp_drafter(model, variant, clustered=True) if mtp else None, model=model, **config)
-    made.tokenizer = TOKENIZER
-    return made
+    tested = tiny_engine(variant, mtp_drafter(model, variant, clustered=True) if mtp else None, model=model, **config)
+    tested.tokenizer = TOKENIZER
+    return tested
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, Whole]:

@@ -77,8 +77,8 @@ class Audited(BlockDrafter):
                 windows = [w - 1 for w in (layer.attn.window, layer.attn.spec.window) if w is not None]
                 assert int(there.sum()) == min([known, *windows])
                 assert got[2][b][there].tolist() == want[2][0][wanted].tolist()
-                for mine, theirs in zip(got[:2], want[:2]):
-                    torch.testing.assert_close(mine[b][:, there].float(), theirs[0][:, wanted].float(), **CLOSE)
+                for ours, theirs in zip(got[:2], want[:2]):
+                    torch.testing.assert_close(ours[b][:, there].float(), theirs[0][:, wanted].float(), **CLOSE)
             self.audits += 1
         return super().propose(batch, k)
 
@@ -114,10 +114,10 @@ def wanted(variant: str, params: str) -> dict[str, list[int]]:
 @pytest.mark.parametrize("params", PARAMS)
 def test_every_layout(folder: Path, layout: str, params: str) -> None:
     variant = "dense" if "gemma" in layout else "llama"
-    made = audited(folder, layout, variant)
-    engine = tiny_engine(variant, made, names=(), model=MODELS[variant])
+    block_drafter = audited(folder, layout, variant)
+    engine = tiny_engine(variant, block_drafter, names=(), model=MODELS[variant])
     assert run(engine, three(params)) == wanted(variant, params)
-    assert made.audits and engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
+    assert block_drafter.audits and engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
     assert engine.executors[0].name == "eager"
 
 
@@ -125,14 +125,16 @@ def test_every_layout(folder: Path, layout: str, params: str) -> None:
 @pytest.mark.parametrize("layout", KINDS)
 def test_windows_preemption_and_prefixes(folder: Path, layout: str, variant: str) -> None:
     """Few pages: sequences are preempted and computed again; the same prompt twice: pages are shared."""
-    made = audited(folder, layout, variant)
-    engine = tiny_engine(variant, made, names=(), model=MODELS[variant], max_batch=4, kv_tokens=80, max_context=72)
+    block_drafter = audited(folder, layout, variant)
+    engine = tiny_engine(
+        variant, block_drafter, names=(), model=MODELS[variant], max_batch=4, kv_tokens=80, max_context=72
+    )
     prompts = [PROMPT * 2, PROMPT, PROMPT * 2, [7, 9, *PROMPT]]
     jobs = [request(f"{i}", p, k=4, temperature=0.8, seed=i, max_tokens=16) for i, p in enumerate(prompts)]
     assert run(engine, jobs) == plain(variant, jobs)
-    assert made.audits > 5 and engine.metrics.drafter_failures == 0
+    assert block_drafter.audits > 5 and engine.metrics.drafter_failures == 0
     assert engine.scheduler.preemptions > 0 or variant == "mistral"  # it has windows only, which never fill
-    engine = tiny_engine(variant, made, names=(), model=MODELS[variant], max_batch=4)
+    engine = tiny_engine(variant, block_drafter, names=(), model=MODELS[variant], max_batch=4)
     for name in "ab":
         jobs = [request(f"{name}{i}", p, k=3, max_tokens=8) for i, p in enumerate(prompts[:2])]
         assert run(engine, jobs) == plain(variant, jobs)
@@ -160,9 +162,9 @@ one = st.tuples(
 @settings(max_examples=8)
 @given(st.sampled_from(KINDS), st.sampled_from(sorted(MODELS)), st.lists(one, min_size=1, max_size=5), st.booleans())
 def test_joining_and_leaving(folder: Path, layout: str, variant: str, asked: list[Any], tight: bool) -> None:
-    made = audited(folder, layout, variant)
+    block_drafter = audited(folder, layout, variant)
     room = {"kv_tokens": 64, "max_context": 60} if tight else {}
-    engine = tiny_engine(variant, made, names=("ngram",), k=None, model=MODELS[variant], max_batch=3, **room)
+    engine = tiny_engine(variant, block_drafter, names=("ngram",), k=None, model=MODELS[variant], max_batch=3, **room)
     jobs = [(at, request(f"{i}", p, k=k, **params)) for i, (p, params, k, at) in enumerate(asked)]
     assert run_joining(engine, jobs) == plain(variant, [r for _, r in jobs])
     assert engine.metrics.drafter_failures == 0
@@ -181,10 +183,10 @@ def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
         def propose(self, batch: DraftBatch, k: int) -> Draft:
             batch.plans = [self.plan] * len(batch.tokens)
             batch.trust = [self.trusted] * 16
-            made = super().propose(batch, k)
-            self.lengths.update(made.lengths.tolist())
-            assert bool(((made.confidence >= 0) & (made.confidence <= 1)).all())
-            return made
+            draft = super().propose(batch, k)
+            self.lengths.update(draft.lengths.tolist())
+            assert bool(((draft.confidence >= 0) & (draft.confidence <= 1)).all())
+            return draft
 
     want = plain("llama", [request("a", PROMPT, max_tokens=8)])
     for trusted, plan, length in (
@@ -192,13 +194,13 @@ def test_confidence_ends_drafts(folder: Path, layout: str) -> None:
         (0.1, DraftPlan("", 4, stop=0.5), 1),
         (1.0, DraftPlan("", 4, stop=0.5, drop=0.2), 4),
     ):
-        made = Ended(drafter(folder / layout, layout, MODELS["llama"]).block)
-        made.trusted = trusted
-        made.plan = plan
-        made.lengths = set()
-        engine = tiny_engine("llama", made, names=(), model=MODELS["llama"])
+        draft = Ended(drafter(folder / layout, layout, MODELS["llama"]).block)
+        draft.trusted = trusted
+        draft.plan = plan
+        draft.lengths = set()
+        engine = tiny_engine("llama", draft, names=(), model=MODELS["llama"])
         assert run(engine, [request("a", PROMPT, k=4, max_tokens=8)]) == want
-        assert engine.metrics.drafter_failures == 0 and max(made.lengths) == length
+        assert engine.metrics.drafter_failures == 0 and max(draft.lengths) == length
 
 
 def test_a_drafter_that_foresees_is_accepted(folder: Path) -> None:
@@ -302,10 +304,12 @@ def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, An
 def test_joining_and_leaving_one_call(folder: Path, layout: str, asked: list[Any], tight: bool) -> None:
     """Steps in one call and step by step (penalties, grammars) in turn, rejected drafts, pages handed on, prefixes taken
     over, answers longer than what is kept unread."""
-    made = wide_drafter(folder, layout, compiled())
+    block_drafter = wide_drafter(folder, layout, compiled())
     room = {"kv_tokens": 96, "max_context": 80} if tight else {}
-    engine = tiny_engine("llama", made, names=("ngram",), k=None, model=compiled(), max_batch=3, page_size=16, **room)
-    audited_steps(engine, made.block)
+    engine = tiny_engine(
+        "llama", block_drafter, names=("ngram",), k=None, model=compiled(), max_batch=3, page_size=16, **room
+    )
+    audited_steps(engine, block_drafter.block)
     jobs = [
         (at, request(f"{i}", p, k=k, **{**params, "max_tokens": 4 * params["max_tokens"]}))
         for i, (p, params, k, at) in enumerate(asked)
@@ -327,11 +331,11 @@ def test_windows_in_one_call(folder: Path, layout: str, variant: str, window: in
     that are read late into pages of others."""
     model = compiled(variant, window)
     body = {"sliding_window": 20} if layout == "z-lab" else {}
-    made = wide_drafter(folder, layout, model, **body)
+    block_drafter = wide_drafter(folder, layout, model, **body)
     room = {"kv_tokens": 160, "max_context": 140} if tight else {}
-    engine = tiny_engine("llama", made, names=(), k=None, model=model, max_batch=3, page_size=16, **room)
+    engine = tiny_engine("llama", block_drafter, names=(), k=None, model=model, max_batch=3, page_size=16, **room)
     assert isinstance(engine.executors[0], HostExecutor)
-    audits = audited_steps(engine, made.block, 59)
+    audits = audited_steps(engine, block_drafter.block, 59)
     jobs = [
         (7 * i, request(f"{i}", [i, *PROMPT], k=k, temperature=0.8, seed=i, max_tokens=90))
         for i, k in enumerate([0, 0, 2, 0, 0])
@@ -359,8 +363,8 @@ def test_windows_in_one_call(folder: Path, layout: str, variant: str, window: in
 def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> None:
     """Rows are read when as many are kept as fit, or before a draft; never one by one, which would cost every plain
     step the weights of the projections."""
-    made = wide_drafter(folder, "z-lab", compiled())
-    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    block_drafter = wide_drafter(folder, "z-lab", compiled())
+    engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     unread = engine.runner.unread
     assert unread is not None
     engine.submit(request("a", PROMPT, k=0, max_tokens=70))
@@ -382,30 +386,30 @@ def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> Non
 def test_a_block_drafts_no_more_than_it_predicts(folder: Path) -> None:
     """The cost of a draft is timed at K = 4, also of a block of three. Catches rows read behind a block's last one."""
     given = {**LAYOUTS["z-lab"]["dflash_config"], "block_size": 3}
-    made = wide_drafter(folder, "z-lab", compiled(), dflash_config=given)
-    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    block_drafter = wide_drafter(folder, "z-lab", compiled(), dflash_config=given)
+    engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     host = engine.executors[0]
-    assert isinstance(host, HostExecutor) and made.max_tokens == 2
-    host.probe(CostPart("draft", made.name), 2, 4, 40)
+    assert isinstance(host, HostExecutor) and block_drafter.max_tokens == 2
+    host.probe(CostPart("draft", block_drafter.name), 2, 4, 40)
     assert host.cycle.outputs.num_drafted[:2].tolist() == [2, 2]
 
 
 def test_probes_read_numbers(folder: Path) -> None:
     """What a probe lets the drafter read was never computed. Catches fresh memory written to pages that others share."""
-    made = wide_drafter(folder, "z-lab", compiled())
-    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    block_drafter = wide_drafter(folder, "z-lab", compiled())
+    engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     assert engine.runner.unread is not None
     engine.runner.unread.states.fill_(float("nan"))
-    engine.executors[0].probe(CostPart("draft", made.name), 2, 4, 40)
-    for spec in made.kv_specs:
+    engine.executors[0].probe(CostPart("draft", block_drafter.name), 2, 4, 40)
+    for spec in block_drafter.kv_specs:
         for pages in (engine.store.keys[spec.kv_layer], engine.store.values[spec.kv_layer]):
             assert pages is not None and bool(pages.isfinite().all())
 
 
 def test_a_request_ends_without_memory_to_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the drafter could not read is not shared, and neither slot nor pages stay behind."""
-    made = wide_drafter(folder, "z-lab", compiled())
-    engine = tiny_engine("llama", made, names=(), k=None, model=compiled(), page_size=16)
+    block_drafter = wide_drafter(folder, "z-lab", compiled())
+    engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     engine.submit(request("a", PROMPT, k=0, max_tokens=60))
     for _ in range(20):
         engine.step()

@@ -44,10 +44,10 @@ class Recorded(BlockDrafter):
         self.drafts: dict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        made = super().propose(batch, k)
-        for at, last, tokens in zip(batch.position.tolist(), batch.last.tolist(), made.tokens.tolist()):
+        draft = super().propose(batch, k)
+        for at, last, tokens in zip(batch.position.tolist(), batch.last.tolist(), draft.tokens.tolist()):
             self.drafts[at, last].add(tuple(tokens[:3]))
-        return made
+        return draft
 
 
 @pytest.fixture(scope="module")

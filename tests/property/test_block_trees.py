@@ -37,19 +37,19 @@ def wanted(variant: str, params: str) -> dict[str, list[int]]:
 def test_every_layout(folder: Path, layout: str, graphs: bool) -> None:
     variant = "dense" if "gemma" in layout else "llama"
     for name, params in PARAMS.items():
-        made = audited(folder, layout, variant)
-        engine = tiny_engine(variant, made, names=(), model=MODELS[variant], graphs=graphs)
+        block_drafter = audited(folder, layout, variant)
+        engine = tiny_engine(variant, block_drafter, names=(), model=MODELS[variant], graphs=graphs)
         assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)]) == wanted(variant, name), name
         chains = graphs and name in ("T1.3+all", "grammar", "logprobs")
         assert engine.metrics.drafter_failures == 0 and engine.metrics.drafted > 0
         assert (engine.metrics.trees == 0) == chains
-        assert graphs or made.audits
+        assert graphs or block_drafter.audits
 
 
 def test_eagle3_keeps_to_chains(folder: Path) -> None:
-    made = audited(folder, "speculators-eagle3", "llama")
+    block_drafter = audited(folder, "speculators-eagle3", "llama")
     for graphs in (False, True):
-        engine = tiny_engine("llama", made, names=(), model=MODELS["llama"], graphs=graphs)
+        engine = tiny_engine("llama", block_drafter, names=(), model=MODELS["llama"], graphs=graphs)
         assert run(engine, [tree_request("a", PROMPT, 4, 8)]) == plain("llama", [request("a", PROMPT)])
         assert engine.metrics.drafted > 0 and engine.metrics.trees == 0 and engine.metrics.drafter_failures == 0
 
@@ -96,14 +96,14 @@ def test_context_behind_captured_trees(folder: Path, layout: str) -> None:
             self.first: dict[int, int] = {}
 
         def propose(self, batch: DraftBatch, k: int) -> Draft:
-            made = super().propose(batch, k)
-            self.first[int(batch.position)] = int(made.tokens[0, 0])
-            return made
+            draft = super().propose(batch, k)
+            self.first[int(batch.position)] = int(draft.tokens[0, 0])
+            return draft
 
         def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> TreeRows:
-            made = super().build_fixed_tree(batch, depth, nodes)
-            self.first[int(batch.position)] = int(made.tokens[0, 0])
-            return made
+            draft = super().build_fixed_tree(batch, depth, nodes)
+            self.first[int(batch.position)] = int(draft.tokens[0, 0])
+            return draft
 
     eager, captured = (Recorded(drafter(folder / layout, layout, MODELS["dense"])) for _ in range(2))
     engine = tiny_engine("dense", eager, names=(), model=MODELS["dense"])
@@ -118,9 +118,9 @@ def test_context_behind_captured_trees(folder: Path, layout: str) -> None:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 def test_joining_and_leaving(folder: Path, graphs: bool) -> None:
     """Trees next to chains, copies and plain decoding, in too few pages for all."""
-    made = audited(folder, "dspark", "dense")
+    block_drafter = audited(folder, "dspark", "dense")
     room = {"max_batch": 4, "kv_tokens": 160, "graphs": graphs}
-    engine = tiny_engine("dense", made, model=MODELS["dense"], **room)
+    engine = tiny_engine("dense", block_drafter, model=MODELS["dense"], **room)
     kinds = list(PARAMS.values())
     jobs = [
         (
@@ -137,8 +137,8 @@ def test_joining_and_leaving(folder: Path, graphs: bool) -> None:
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "captured"])
 def test_a_long_text_beside_deep_trees(folder: Path, graphs: bool) -> None:
     """The path of another sequence may be longer than the pages that the longest text has."""
-    made = audited(folder, "z-lab", "llama")
-    engine = tiny_engine("llama", made, model=MODELS["llama"], graphs=graphs)
+    block_drafter = audited(folder, "z-lab", "llama")
+    engine = tiny_engine("llama", block_drafter, model=MODELS["llama"], graphs=graphs)
     asked = [request("long", PROMPT * 3, k=0, max_tokens=30), tree_request("deep", PROMPT, 4, 12, max_tokens=30)]
     assert run(engine, asked) == plain("llama", asked)
     assert engine.metrics.trees > 0 and engine.metrics.drafter_failures == 0
@@ -152,15 +152,15 @@ def test_a_confidence_head_shapes_the_tree(folder: Path) -> None:
         def propose(self, batch: DraftBatch, k: int) -> Draft:
             batch.plans = [DraftPlan(self.name, 4, nodes=6)]
             batch.trust = None
-            made = super().propose(batch, k)
-            assert made.trees is not None
-            shapes.setdefault(sure, list(made.trees[0].parents))
-            return made
+            draft = super().propose(batch, k)
+            assert draft.trees is not None
+            shapes.setdefault(sure, list(draft.trees[0].parents))
+            return draft
 
     for sure in (0.99, 0.3):
-        made = Shaped(drafter(folder / "dspark", "dspark", MODELS["llama"]).block)
-        made.block.confidence = lambda hidden, embedded: torch.full((len(hidden),), sure)  # type: ignore[method-assign] # noqa: B023
-        engine = tiny_engine("llama", made, names=(), model=MODELS["llama"])
+        draft = Shaped(drafter(folder / "dspark", "dspark", MODELS["llama"]).block)
+        draft.block.confidence = lambda hidden, embedded: torch.full((len(hidden),), sure)  # type: ignore[method-assign] # noqa: B023
+        engine = tiny_engine("llama", draft, names=(), model=MODELS["llama"])
         want = plain("llama", [request("a", PROMPT, max_tokens=6)])
         assert run(engine, [tree_request("a", PROMPT, 4, 6, max_tokens=6)]) == want
     assert shapes[0.99][:4] == [0, 1, 2, 3] and shapes[0.3].count(0) > 1
@@ -179,17 +179,17 @@ def test_all_nodes_of_a_depth_share_a_slot(folder: Path) -> None:
         def propose(self, batch: DraftBatch, k: int) -> Draft:
             batch.plans = [DraftPlan(self.name, 3, nodes=16)]
             batch.trust = [1.0] * 16
-            made = super().propose(batch, k)
-            assert made.trees is not None
+            draft = super().propose(batch, k)
+            assert draft.trees is not None
             children: dict[int, dict[int, set[int]]] = {}
             depth = [0]
-            for token, parent in zip(made.tokens[0].tolist(), list(made.trees[0].parents)):
+            for token, parent in zip(draft.tokens[0].tolist(), list(draft.trees[0].parents)):
                 depth.append(depth[parent] + 1)
                 children.setdefault(depth[-1], {}).setdefault(parent, set()).add(token)
             for level in children.values():
                 whole = max(level.values(), key=len)
                 assert all(some <= whole for some in level.values())
-            return made
+            return draft
 
     engine = tiny_engine(
         "llama", Counted(drafter(folder / "z-lab", "z-lab", MODELS["llama"]).block), names=(), model=MODELS["llama"]

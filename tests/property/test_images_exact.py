@@ -78,10 +78,10 @@ def test_preempted_and_cut(folders: tuple[str, str]) -> None:
     """With few pages sequences give theirs up and are computed again; with a small chunk an image is longer than it."""
     params = SamplingParams(max_tokens=48, seed=3, ignore_eos=True)
     plain = load(folders, "cpu")
-    found = [plain.generate(prompt, params, drafter=False)[0] for prompt in prompts()]
-    alone = [answer.token_ids for answer in found]
+    completion = [plain.generate(prompt, params, drafter=False)[0] for prompt in prompts()]
+    alone = [answer.token_ids for answer in completion]
     plain.close()
-    longest = max(answer.stats.prompt_tokens for answer in found) + params.max_tokens
+    longest = max(answer.stats.prompt_tokens for answer in completion) + params.max_tokens
     few = -(-longest // 64) * 64 + 64  # one sequence and a bit
     tight = load(folders, "cpu", max_context=256, kv_tokens=few, prefill_chunk=32)
     answers = tight.generate(prompts(), params)

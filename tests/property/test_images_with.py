@@ -29,9 +29,9 @@ def params(temperature: float) -> SamplingParams:
 
 def plain(llm: LLM, temperature: float, **more: object) -> list[list[int]]:
     llm.engine.store.prefix.clear()
-    made = [llm.generate(prompt, params(temperature), drafter=False, **more)[0].token_ids for prompt in prompts()]  # type: ignore[arg-type]
+    answer = [llm.generate(prompt, params(temperature), drafter=False, **more)[0].token_ids for prompt in prompts()]  # type: ignore[arg-type]
     llm.engine.store.prefix.clear()
-    return made
+    return answer
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

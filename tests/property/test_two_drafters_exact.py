@@ -104,9 +104,9 @@ def test_any_switching_keeps_the_text(
 ) -> None:
     """Penalties, grammars, stops, joining, leaving, preemption, shared prefixes, trees next to chains; drafts of both
     drafters in one step."""
-    made = pair(folder, layout, variant, bool(seed % 2))
+    block_drafter = pair(folder, layout, variant, bool(seed % 2))
     room = {"kv_tokens": 64, "max_context": 60} if tight else {}
-    engine = tiny_engine(variant, made, k=None, model=MODELS[variant], max_batch=3, **room)
+    engine = tiny_engine(variant, block_drafter, k=None, model=MODELS[variant], max_batch=3, **room)
     switching(engine, seed)
     jobs = [(at, request(f"{i}", p, **params)) for i, (p, params, _, at) in enumerate(asked)]
     for _, job in jobs:
@@ -119,9 +119,9 @@ def test_any_switching_keeps_the_text(
 @pytest.mark.parametrize("layout", ["z-lab", "speculators-eagle3"])
 def test_both_draft_and_the_context_is_right(folder: Path, layout: str, graphs: bool) -> None:
     """Preemption and a prompt that comes twice; greedy and drawn. In captured steps one drafter at a time."""
-    made = pair(folder, layout, "dense")
+    block_drafter = pair(folder, layout, "dense")
     engine = tiny_engine(
-        "dense", made, k=None, model=MODELS["dense"], max_batch=4, graphs=graphs, kv_tokens=80, max_context=72
+        "dense", block_drafter, k=None, model=MODELS["dense"], max_batch=4, graphs=graphs, kv_tokens=80, max_context=72
     )
     dice = switching(engine, 5)
     dice.together = graphs
@@ -134,15 +134,15 @@ def test_both_draft_and_the_context_is_right(folder: Path, layout: str, graphs: 
     both_drafted(engine)
     if graphs:
         names = {key.drafter for key in graphs_of(engine).cache.graphs}
-        assert names == {None, made.mtp.name, made.block.name}
+        assert names == {None, block_drafter.mtp.name, block_drafter.block.name}
     else:
-        assert isinstance(made.block, Audited) and made.block.audits > 0
+        assert isinstance(block_drafter.block, Audited) and block_drafter.block.audits > 0
 
 
 def test_captured_steps_of_a_server_and_mixed_ones(folder: Path) -> None:
     """A server's graphs exist for both drafters; a step that needs both runs eagerly."""
-    made = pair(folder, "z-lab", "dense")
-    engine = tiny_engine("dense", made, k=None, model=MODELS["dense"], max_batch=2, graphs=True)
+    block_drafter = pair(folder, "z-lab", "dense")
+    engine = tiny_engine("dense", block_drafter, k=None, model=MODELS["dense"], max_batch=2, graphs=True)
     executor = graphs_of(engine)
     executor.prepare()
     assert {key.drafter for key in executor.cache.graphs if key.k} == {"mtp", "dflash"}
@@ -158,9 +158,12 @@ def host_engine(folder: Path, layout: str, taps: tuple[int, ...], mtp_first: boo
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf({**VARIANTS["llama"], **WIDE})
     model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, 3), ops))
-    own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps)
+    drafter_config = design.plain(config, reads=(0, 2), intermediate=64, taps=taps)
     mtp = MTPDrafter(
-        ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model)), model
+        ops.compile_drafter(
+            MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, ops, None, seed=4), ops, model)
+        ),
+        model,
     )
     width = {key: value for key, value in WIDE.items() if key != "num_hidden_layers"}
     body = {key: {**raw, **width} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
@@ -220,9 +223,9 @@ def test_the_path_of_an_mtp_tree_is_read(folder: Path) -> None:
 
 def test_a_given_k_uses_the_first_and_a_request_may_name_one(folder: Path) -> None:
     for block_first, name in ((False, "mtp"), (True, "dflash")):
-        made = pair(folder, "z-lab", "dense", block_first)
-        engine = tiny_engine("dense", made, k=3, model=MODELS["dense"])
-        engine.policy.controller = Controller(CostTable(), (*(one.name for one in made.members), "ngram"))
+        block_drafter = pair(folder, "z-lab", "dense", block_first)
+        engine = tiny_engine("dense", block_drafter, k=3, model=MODELS["dense"])
+        engine.policy.controller = Controller(CostTable(), (*(one.name for one in block_drafter.members), "ngram"))
         run(engine, [request("a", PROMPT[:3], max_tokens=8)])
         assert {*engine.metrics.drafted_by_drafter} <= {name, "ngram"}
         run(engine, [request("b", PROMPT[:3], drafter="dflash", max_tokens=8)])
@@ -230,14 +233,14 @@ def test_a_given_k_uses_the_first_and_a_request_may_name_one(folder: Path) -> No
 
 
 def test_one_that_fails_is_switched_off(folder: Path) -> None:
-    made = pair(folder, "z-lab", "dense")
-    engine = tiny_engine("dense", made, k=None, model=MODELS["dense"])
+    block_drafter = pair(folder, "z-lab", "dense")
+    engine = tiny_engine("dense", block_drafter, k=None, model=MODELS["dense"])
     switching(engine, 1)
 
     def fails(*_: object) -> None:
         raise RuntimeError("no")
 
-    made.mtp.propose = fails  # type: ignore[assignment, method-assign]
+    block_drafter.mtp.propose = fails  # type: ignore[assignment, method-assign]
     jobs = [request(f"{i}", PROMPT[i:], max_tokens=12) for i in range(2)]
     assert run(engine, jobs) == plain("dense", jobs)
     assert engine.metrics.drafter_failures > 0
@@ -301,8 +304,8 @@ def test_no_value_is_looked_at() -> None:
     model = TextModel(target, blank(tensor_plan(target)), ops)
     config = BlockConfig.from_hf(LAYOUTS["speculators-eagle3"]).bound(target)
     block = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))
-    own = design.plain(target, reads=(0, 1), intermediate=64, taps=(1,))
-    made = DrafterPair(block, MTPDrafter(MTPNet(own, blank(tensor_plan(own)), ops, model), model))
+    drafter_config = design.plain(target, reads=(0, 1), intermediate=64, taps=(1,))
+    made = DrafterPair(block, MTPDrafter(MTPNet(drafter_config, blank(tensor_plan(drafter_config)), ops, model), model))
     assert made.taps[0] == 1 and {*made.taps} == {*block.taps, 1}
     store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", made.kv_specs)
     state = State.of(
