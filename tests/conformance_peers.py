@@ -40,9 +40,11 @@ def tokenize_reads_what_chat_reads(api: Api) -> None:
         {"add_generation_prompt": False},
         {"chat_template_kwargs": {"add_generation_prompt": False}},
     ):
-        told = api.post("/tokenize", {"messages": HI, **more})
-        assert api.post("/detokenize", {"tokens": told["tokens"]})["prompt"] == shown(api, **more)
-        assert told["count"] == api.post("/v1/chat/completions/input_tokens", {"messages": HI, **more})["input_tokens"]
+        answer = api.post("/tokenize", {"messages": HI, **more})
+        assert api.post("/detokenize", {"tokens": answer["tokens"]})["prompt"] == shown(api, **more)
+        assert (
+            answer["count"] == api.post("/v1/chat/completions/input_tokens", {"messages": HI, **more})["input_tokens"]
+        )
     assert counted(api, tools=[TOOL]) > counted(api) > counted(api, add_generation_prompt=False)
     assert counted(api, messages=ENDING, continue_final_message=True) < counted(api, messages=ENDING)
     assert counted(api) == api.chat()["usage"]["prompt_tokens"]
@@ -169,11 +171,11 @@ def roles_of_other_templates(api: Api) -> None:
 
 @case
 def echo_of_a_message_at_the_end(api: Api) -> None:
-    rest = content(api.chat(messages=ENDING, continue_final_message=True))
-    assert content(api.chat(messages=ENDING, continue_final_message=True, echo=True)) == "It is" + rest
+    answer = content(api.chat(messages=ENDING, continue_final_message=True))
+    assert content(api.chat(messages=ENDING, continue_final_message=True, echo=True)) == "It is" + answer
     assert content(api.chat(echo=True)) == content(api.chat())  # the last word was the user's
     chunks = api.stream(messages=ENDING, continue_final_message=True, echo=True)
-    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == "It is" + rest
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == "It is" + answer
 
 
 @case
@@ -218,9 +220,9 @@ def overflow_in_the_words_of_each_protocol(api: Api) -> None:
             param,
             "context_length_exceeded",
         ), (path, error)
-    told = api.post("/v1/messages", {"messages": long, "max_tokens": 4}, 400)
-    assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
-    matches(r"prompt is too long: \d+ tokens > 1535 maximum", told["error"]["message"])
+    answer = api.post("/v1/messages", {"messages": long, "max_tokens": 4}, 400)
+    assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+    matches(r"prompt is too long: \d+ tokens > 1535 maximum", answer["error"]["message"])
     with pytest.raises(openai.BadRequestError) as raised:
         openai.OpenAI(
             base_url=f"{api.http.base_url}/v1", api_key="x", max_retries=0, timeout=60
@@ -231,13 +233,13 @@ def overflow_in_the_words_of_each_protocol(api: Api) -> None:
 
 @case
 def sampling_defaults_are_told(api: Api) -> None:
-    told = api.http.get("/props").json()
+    answer = api.http.get("/props").json()
     assert (
-        told["default_generation_settings"]["n_ctx"] == 1536
-        and told["default_generation_settings"]["params"]["temperature"] == 0.7
+        answer["default_generation_settings"]["n_ctx"] == 1536
+        and answer["default_generation_settings"]["params"]["temperature"] == 0.7
     )
-    assert told["outrider"]["sampling"]["ollama"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.0}
-    assert told["outrider"]["sampling_from"] == "protocol" and told["chat_template"]
+    assert answer["outrider"]["sampling"]["ollama"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.0}
+    assert answer["outrider"]["sampling_from"] == "protocol" and answer["chat_template"]
     assert "temperature 0.8" in api.post("/api/show", {"model": "fake"})["parameters"]
     explicit = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
     left_out, said = (
@@ -274,8 +276,8 @@ def cards_tell_the_context(api: Api) -> None:
 @case
 def cache_salt_keeps_prefixes_apart(api: Api) -> None:
     def cached(**body: Any) -> int:
-        told = api.text(prompt="a salted prompt " * 20, max_tokens=1, **body)
-        return int(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+        answer = api.text(prompt="a salted prompt " * 20, max_tokens=1, **body)
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     cached()
     assert cached() > 0 and cached(cache_salt="s") == 0 and cached(cache_salt="s") > 0 and cached(cache_salt="t") == 0

@@ -239,12 +239,14 @@ def tokenizer_keys(size: int, folder: Path | None) -> dict[str, Written]:
         eos = 1
         template = TEMPLATE
     else:
-        made, told = (json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config"))
-        kinds = {token["content"]: 3 if token["special"] else 4 for token in made["added_tokens"]}
-        tokens = [*made["model"]["vocab"], *kinds]
-        merges = made["model"]["merges"]
-        template = told["chat_template"]
-        bos = eos = tokens.index(told["eos_token"])
+        record, report = (
+            json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config")
+        )
+        kinds = {token["content"]: 3 if token["special"] else 4 for token in record["added_tokens"]}
+        tokens = [*record["model"]["vocab"], *kinds]
+        merges = record["model"]["merges"]
+        template = report["chat_template"]
+        bos = eos = tokens.index(report["eos_token"])
     assert size >= len(tokens), "too small for the tokenizer"
     types = [kinds.get(token, 1) for token in tokens] + [5] * (size - len(tokens))
     return {

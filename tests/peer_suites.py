@@ -55,15 +55,15 @@ SAID = [{"role": "user", "content": "tell me"}, {"role": "assistant", "content":
 
 
 def refuses(api: Api, path: str, body: Any, *words: str, status: int = 400) -> None:
-    told = api.post(path, body, status)
-    assert all(w in json.dumps(told["error"]) for w in words), told
+    answer = api.post(path, body, status)
+    assert all(w in json.dumps(answer["error"]) for w in words), answer
 
 
 def chat_shape(api: Api, **body: Any) -> None:
-    told = api.chat(messages=BOOK, **body)
-    choice = told["choices"][0]
-    usage = told["usage"]
-    assert "cmpl" in told["id"] and told["system_fingerprint"] and choice["finish_reason"] == "length"
+    answer = api.chat(messages=BOOK, **body)
+    choice = answer["choices"][0]
+    usage = answer["usage"]
+    assert "cmpl" in answer["id"] and answer["system_fingerprint"] and choice["finish_reason"] == "length"
     assert choice["message"]["role"] == "assistant" and usage["completion_tokens"] == 8
     assert usage["total_tokens"] == usage["prompt_tokens"] + 8
 
@@ -84,8 +84,8 @@ def library(api: Api) -> openai.OpenAI:
 
 
 def by_library(api: Api) -> None:
-    told = library(api).chat.completions.create(model="gpt-3.5-turbo", messages=BOOK, max_tokens=8, seed=42)  # type: ignore[arg-type]
-    assert told.system_fingerprint and told.choices[0].message.content is not None
+    answer = library(api).chat.completions.create(model="gpt-3.5-turbo", messages=BOOK, max_tokens=8, seed=42)  # type: ignore[arg-type]
+    assert answer.system_fingerprint and answer.choices[0].message.content is not None
 
 
 def text_by_library(api: Api, stream: bool) -> None:
@@ -99,16 +99,16 @@ def text_by_library(api: Api, stream: bool) -> None:
     whole = library(api).completions.create(**body)
     assert whole.choices[0].finish_reason == "length"
     if stream:
-        told = "".join(c.choices[0].text for c in library(api).completions.create(**body, stream=True))
-        assert told == whole.choices[0].text
+        answer = "".join(c.choices[0].text for c in library(api).completions.create(**body, stream=True))
+        assert answer == whole.choices[0].text
 
 
 def formed(api: Api, form: Any, pattern: str | None) -> None:
     if pattern is None:
         refuses(api, "/v1/chat/completions", {"messages": HI, "response_format": form})
     else:
-        told = content(api.chat(response_format=form, max_tokens=60))
-        assert re.match(pattern, told), told
+        answer = content(api.chat(response_format=form, max_tokens=60))
+        assert re.match(pattern, answer), answer
 
 
 def logprobs(api: Api, stream: bool) -> None:
@@ -131,8 +131,8 @@ def unbiased(api: Api, tokenize: bool, as_object: bool) -> None:
     ids = api.post("/tokenize", {"content": banned})["tokens"]
     pairs: Any = [[t, -100] for t in (ids if tokenize else banned)]
     given = {str(t): v for t, v in pairs} if as_object else pairs
-    told = api.text(max_tokens=32, logit_bias=given, return_token_ids=True)["choices"][0]
-    assert not set(told["token_ids"]) & set(ids)
+    answer = api.text(max_tokens=32, logit_bias=given, return_token_ids=True)["choices"][0]
+    assert not set(answer["token_ids"]) & set(ids)
 
 
 def at_once(api: Api, many: int) -> None:
@@ -244,14 +244,14 @@ add(L, "test_completion", {
 
 
 def answered(api: Api, form: Any, pattern: str) -> None:
-    told = api.post("/v1/responses", {"input": "Write", "max_output_tokens": 60, "text": {"format": form}})
-    text = next(o for o in told["output"] if o["type"] == "message")["content"][0]["text"]
+    answer = api.post("/v1/responses", {"input": "Write", "max_output_tokens": 60, "text": {"format": form}})
+    text = next(o for o in answer["output"] if o["type"] == "message")["content"][0]["text"]
     assert re.match(pattern, text, re.DOTALL), text
 
 
 def responses_by_library(api: Api) -> None:
-    told = library(api).responses.create(model="gpt-4.1", input=BOOK, max_output_tokens=8, temperature=0)  # type: ignore[arg-type]
-    assert told.id.startswith("resp_") and (told.output[0].id or "").startswith("msg_")
+    answer = library(api).responses.create(model="gpt-4.1", input=BOOK, max_output_tokens=8, temperature=0)  # type: ignore[arg-type]
+    assert answer.id.startswith("resp_") and (answer.output[0].id or "").startswith("msg_")
 
 
 def responses_stream_by_library(api: Api) -> None:
@@ -278,9 +278,9 @@ add(L, "test_compat_oai_responses", {
 
 
 def vectors(api: Api, given: Any, **more: Any) -> list[Any]:
-    told = api.post("/v1/embeddings", {"input": given, **more})
-    assert told["usage"]["prompt_tokens"] == told["usage"]["total_tokens"] > 0
-    return [d["embedding"] for d in told["data"]]
+    answer = api.post("/v1/embeddings", {"input": given, **more})
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    return [d["embedding"] for d in answer["data"]]
 
 
 def in_base64(api: Api) -> None:
@@ -376,8 +376,8 @@ def refuses_image(api: Api, url: str) -> None:
 
 
 def pieces(api: Api) -> None:
-    told = api.post("/tokenize", {"content": "unicode 媽 and emoji 🤗", "with_pieces": True})["tokens"]
-    assert all(t["id"] > 0 and len(t["piece"]) > 0 for t in told)
+    answer = api.post("/tokenize", {"content": "unicode 媽 and emoji 🤗", "with_pieces": True})["tokens"]
+    assert all(t["id"] > 0 and len(t["piece"]) > 0 for t in answer)
 
 
 add(L, "test_tokenize", {

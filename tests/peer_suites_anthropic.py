@@ -18,10 +18,12 @@ def claude(api: Api, messages: Any = HI, status: int = 200, **body: Any) -> Any:
 
 
 def claude_basic(api: Api) -> None:
-    told = claude(api)
-    assert told["type"] == "message" and told["role"] == "assistant" and told["content"][0]["type"] == "text"
-    assert told["stop_reason"] in ("end_turn", "max_tokens") and "timings" not in told
-    assert all(isinstance(told["usage"][k], int) for k in ("cache_read_input_tokens", "input_tokens", "output_tokens"))
+    answer = claude(api)
+    assert answer["type"] == "message" and answer["role"] == "assistant" and answer["content"][0]["type"] == "text"
+    assert answer["stop_reason"] in ("end_turn", "max_tokens") and "timings" not in answer
+    assert all(
+        isinstance(answer["usage"][k], int) for k in ("cache_read_input_tokens", "input_tokens", "output_tokens")
+    )
 
 
 def claude_stream(api: Api, **body: Any) -> list[Any]:
@@ -34,8 +36,8 @@ def claude_stream(api: Api, **body: Any) -> list[Any]:
 
 
 def claude_counts(api: Api, **body: Any) -> None:
-    told = api.post("/v1/messages/count_tokens", {"model": "test", "messages": HI, **body})
-    assert told["input_tokens"] > 0 and "output_tokens" not in told
+    answer = api.post("/v1/messages/count_tokens", {"model": "test", "messages": HI, **body})
+    assert answer["input_tokens"] > 0 and "output_tokens" not in answer
 
 
 def result(*more: Any, **fields: Any) -> list[Any]:

@@ -23,10 +23,10 @@ def text(api: Api, **body: Any) -> Any:
 
 
 def single(api: Api) -> None:
-    told = api.text(max_tokens=5, temperature=0)
-    assert told["choices"][0]["finish_reason"] == "length" and told["usage"]["completion_tokens"] == 5
-    assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + 5
-    assert "cached_tokens" in told["usage"]["prompt_tokens_details"]
+    answer = api.text(max_tokens=5, temperature=0)
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 5
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + 5
+    assert "cached_tokens" in answer["usage"]["prompt_tokens_details"]
     assert "prompt_logprobs" not in text(api, prompt=[9, 9, 9])
 
 
@@ -84,21 +84,21 @@ def batch(api: Api) -> None:
 
 def echoed(api: Api, many: int) -> None:
     for prompt in ("hello", [104, 105]):
-        told = text(api, prompt=prompt, echo=True, logprobs=many, temperature=0)
-        scores = told["logprobs"]
+        answer = text(api, prompt=prompt, echo=True, logprobs=many, temperature=0)
+        scores = answer["logprobs"]
         assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
         assert all(max(many, 1) <= len(t) <= many + 1 for t in scores["top_logprobs"][1:]), scores
         assert len(scores["text_offset"]) == len(scores["tokens"]) > 8
 
 
 def scored_prompt(api: Api, many: int | None) -> None:
-    told = api.text(prompt=["A robot", "My name"], **({} if many is None else {"prompt_logprobs": many}))["choices"]
-    assert all((c.get("prompt_logprobs") is None) == (many is None) for c in told)
+    answer = api.text(prompt=["A robot", "My name"], **({} if many is None else {"prompt_logprobs": many}))["choices"]
+    assert all((c.get("prompt_logprobs") is None) == (many is None) for c in answer)
 
 
 def scored_chat(api: Api, many: int | None) -> None:
-    told = api.chat(**({} if many is None else {"prompt_logprobs": many})).get("prompt_logprobs")
-    assert (told is None) == (many is None)
+    answer = api.chat(**({} if many is None else {"prompt_logprobs": many})).get("prompt_logprobs")
+    assert (answer is None) == (many is None)
 
 
 add(V, "basic/test_basic", {
@@ -114,22 +114,22 @@ add(V, "basic/test_basic", {
 
 
 def ids_of_text(api: Api) -> None:
-    told = text(api, prompt="I love 🚀", temperature=0, logprobs=1, return_token_ids=True)
-    back = api.post("/detokenize", {"tokens": told["prompt_token_ids"]})["prompt"]
-    assert "I love 🚀" in back and len(told["token_ids"]) == 8
+    answer = text(api, prompt="I love 🚀", temperature=0, logprobs=1, return_token_ids=True)
+    back = api.post("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]
+    assert "I love 🚀" in back and len(answer["token_ids"]) == 8
     assert "token_ids" not in text(api, return_token_ids=False)
 
 
 def ids_of_chat(api: Api, **more: Any) -> None:
-    told = api.chat(messages=BOOK, return_token_ids=True, **more)
-    assert "What is the best book" in api.post("/detokenize", {"tokens": told["prompt_token_ids"]})["prompt"]
-    assert len(told["choices"][0]["token_ids"]) == told["usage"]["completion_tokens"]
+    answer = api.chat(messages=BOOK, return_token_ids=True, **more)
+    assert "What is the best book" in api.post("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]
+    assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]
 
 
 def ids_as_tokens(api: Api) -> None:
-    told = text(api, echo=True, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, temperature=0)
-    named = [int(t.removeprefix("token_id:")) for t in told["logprobs"]["tokens"]]
-    assert named == [*told["prompt_token_ids"], *told["token_ids"]]
+    answer = text(api, echo=True, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, temperature=0)
+    named = [int(t.removeprefix("token_id:")) for t in answer["logprobs"]["tokens"]]
+    assert named == [*answer["prompt_token_ids"], *answer["token_ids"]]
 
 
 def ids_in_stream(api: Api) -> None:
@@ -176,9 +176,9 @@ add(V, "completion/test_completion", {
 
 
 def chat_session(api: Api) -> None:
-    told = api.chat(messages=BOOK, logprobs=True, top_logprobs=5)
-    assert told["choices"][0]["finish_reason"] == "length"
-    assert content(api.chat(messages=[*BOOK, told["choices"][0]["message"], HI[0]])) is not None
+    answer = api.chat(messages=BOOK, logprobs=True, top_logprobs=5)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert content(api.chat(messages=[*BOOK, answer["choices"][0]["message"], HI[0]])) is not None
 
 
 def streamed_chat(api: Api) -> None:
@@ -193,11 +193,13 @@ def alternatives(api: Api, many: int) -> None:
 
 
 def one_of(api: Api) -> None:
-    told = content(api.chat(structured_outputs={"choice": CHOICES}))
+    answer = content(api.chat(structured_outputs={"choice": CHOICES}))
     again = content(
-        api.chat(messages=[*HI, {"role": "assistant", "content": told}, HI[0]], structured_outputs={"choice": CHOICES})
+        api.chat(
+            messages=[*HI, {"role": "assistant", "content": answer}, HI[0]], structured_outputs={"choice": CHOICES}
+        )
     )
-    assert {told, again} <= set(CHOICES)
+    assert {answer, again} <= set(CHOICES)
 
 
 def by_schema(api: Api, **how: Any) -> None:
@@ -205,8 +207,8 @@ def by_schema(api: Api, **how: Any) -> None:
 
 
 def least_logprob(api: Api) -> None:
-    told = api.chat(structured_outputs={"choice": CHOICES}, logprobs=True, top_logprobs=5)["choices"][0]["logprobs"]
-    assert all(e["logprob"] >= -9999.0 for t in told["content"] for e in t["top_logprobs"])
+    answer = api.chat(structured_outputs={"choice": CHOICES}, logprobs=True, top_logprobs=5)["choices"][0]["logprobs"]
+    assert all(e["logprob"] >= -9999.0 for t in answer["content"] for e in t["top_logprobs"])
 
 
 def other_role(api: Api) -> None:
@@ -298,8 +300,8 @@ def called(api: Api, arguments: str) -> None:
 
 
 def cut_call(api: Api, choice: Any) -> None:
-    told = api.chat(tools=[TOOL], tool_choice=choice, max_tokens=1)["choices"][0]
-    assert told["finish_reason"] == "length" and not told["message"].get("tool_calls")
+    answer = api.chat(tools=[TOOL], tool_choice=choice, max_tokens=1)["choices"][0]
+    assert answer["finish_reason"] == "length" and not answer["message"].get("tool_calls")
 
 
 NAMED = {"type": "function", "function": {"name": "test"}}
@@ -325,8 +327,8 @@ add(V, "chat_completion/test_non_object_body_validation", {
 
 
 def tokenized(api: Api, **body: Any) -> None:
-    told = api.post("/tokenize", body)
-    assert told["count"] == len(told["tokens"]) and told["max_model_len"] == 1536
+    answer = api.post("/tokenize", body)
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 1536
 
 
 TOLD = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}

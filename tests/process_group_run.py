@@ -105,7 +105,7 @@ def main() -> None:
         one = found[case["name"]] = compare(case, group)
         if case.get("plain"):
             continue
-        made = engine(case, group, graphs=False)
+        tested = engine(case, group, graphs=False)
         if case["name"] in ("dense", "llama"):
             ahead = engine(case, group, graphs=True)
             if group.tp.rank:
@@ -116,16 +116,16 @@ def main() -> None:
                 one["ahead"] = answers(ahead, True, "ahead")
                 group.send(None)
         if group.tp.rank:
-            follow(made, group)
+            follow(tested, group)
             continue
-        Leader(made, group)
-        one["plain"], one["drafted"] = answers(made, False, "plain"), answers(made, True, "drafted")
-        one["accepted"], one["cycles"] = made.metrics.accepted, made.metrics.cycles
+        Leader(tested, group)
+        one["plain"], one["drafted"] = answers(tested, False, "plain"), answers(tested, True, "drafted")
+        one["accepted"], one["cycles"] = tested.metrics.accepted, tested.metrics.cycles
         scorer = Scorer(PROMPT, 1)
-        while scorer.step(made):
+        while scorer.step(tested):
             pass
         one["scored"] = [next(iter(entry)) for entry in scorer.entries if entry]
-        made.check()
+        tested.check()
         group.send(None)
     if group.tp.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -306,10 +306,10 @@ class Served:
         five."""
         import httpx
 
-        self._clients["http"] = made = httpx.Client(
+        self._clients["http"] = client = httpx.Client(
             base_url=self.url, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0)
         )
-        return made
+        return client
 
     def client(self, key: str = "none") -> Any:
         """One client a key: making one costs a tenth of a second."""

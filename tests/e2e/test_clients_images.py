@@ -25,8 +25,8 @@ def test_openai(served: Served, expected: Expected) -> None:  # noqa: F811
     client = pytest.importorskip("openai").OpenAI(base_url=f"{served.url}/v1", api_key="none")
     parts: Any = [{"type": "image_url", "image_url": {"url": URL}}, {"type": "text", "text": "see"}]
     messages: Any = [{"role": "user", "content": parts}]
-    made = client.chat.completions.create(model="fake", messages=messages, max_tokens=8, temperature=0)
-    assert made.choices[0].message.content == expected[0] and made.usage.prompt_tokens == expected[1]
+    completion = client.chat.completions.create(model="fake", messages=messages, max_tokens=8, temperature=0)
+    assert completion.choices[0].message.content == expected[0] and completion.usage.prompt_tokens == expected[1]
     parts = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "see"}]
     given: Any = [{"role": "user", "content": parts}]
     answer = client.responses.create(model="fake", input=given, max_output_tokens=8, temperature=0)
@@ -50,8 +50,8 @@ def test_ollama(served: Served, expected: Expected, file: Path) -> None:  # noqa
     for image in (str(file), file.read_bytes()):  # the client reads files and encodes bytes itself
         message = {"role": "user", "content": "see", "images": [image]}
         assert client.chat(model="fake", messages=[message], options=options).message.content == expected[0]
-    made = client.generate(model="fake", prompt="see", images=[str(file)], options=options)
-    assert made.response == expected[0]
+    answer = client.generate(model="fake", prompt="see", images=[str(file)], options=options)
+    assert answer.response == expected[0]
 
 
 def test_langchain(served: Served, expected: Expected) -> None:  # noqa: F811
@@ -59,15 +59,15 @@ def test_langchain(served: Served, expected: Expected) -> None:  # noqa: F811
         base_url=f"{served.url}/v1", api_key="none", model="fake", temperature=0, max_tokens=8
     )
     image = {"type": "image", "source_type": "base64", "data": encoded(), "mime_type": "image/png"}
-    made = chat.invoke([{"role": "user", "content": [image, {"type": "text", "text": "see"}]}])
-    assert made.content == expected[0]
+    answer = chat.invoke([{"role": "user", "content": [image, {"type": "text", "text": "see"}]}])
+    assert answer.content == expected[0]
 
 
 def test_litellm(served: Served, expected: Expected) -> None:  # noqa: F811
     litellm = pytest.importorskip("litellm")
     parts = [{"type": "image_url", "image_url": {"url": URL}}, {"type": "text", "text": "see"}]
-    made = litellm.completion(
+    answer = litellm.completion(
         model="openai/fake", api_base=f"{served.url}/v1", api_key="none", temperature=0, max_tokens=8,
         messages=[{"role": "user", "content": parts}],
     )  # fmt: skip
-    assert made.choices[0].message.content == expected[0]
+    assert answer.choices[0].message.content == expected[0]

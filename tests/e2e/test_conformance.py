@@ -272,10 +272,10 @@ def echo_logprobs_zero_tokens(api: Api) -> None:
 @case
 def scores_are_the_models(api: Api) -> None:
     """What scoring says of a greedy continuation is what generating said of it."""
-    made = api.text(prompt="hello", max_tokens=6, temperature=0, logprobs=0, return_token_ids=True)["choices"][0]
-    ids = [*api.post("/tokenize", {"prompt": "hello"})["tokens"], *made["token_ids"]]
+    answer = api.text(prompt="hello", max_tokens=6, temperature=0, logprobs=0, return_token_ids=True)["choices"][0]
+    ids = [*api.post("/tokenize", {"prompt": "hello"})["tokens"], *answer["token_ids"]]
     scored = api.text(prompt=ids, echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
-    assert scored[5:] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-4)
+    assert scored[5:] == pytest.approx(answer["logprobs"]["token_logprobs"], abs=1e-4)
 
 
 @case

@@ -166,9 +166,9 @@ def test_the_second_start_reads_the_prompt_from_disk(place: Path) -> None:
     assert counts[1]["read"] > 100 and counts[1]["written"] < 20
     assert texts[0] == texts[1] and texts[0]
     recorded = place / "cache" / "launch" / "claude.json"
-    kept = json.loads(recorded.read_text())
-    assert kept["path"] == "/v1/messages" and kept["body"]["system"] == main["system"]
-    assert kept["body"]["messages"] == [{"role": "user", "content": "."}], "nothing of what the user said"
+    record = json.loads(recorded.read_text())
+    assert record["path"] == "/v1/messages" and record["body"]["system"] == main["system"]
+    assert record["body"]["messages"] == [{"role": "user", "content": "."}], "nothing of what the user said"
     for path in (recorded, place / "cache" / "launch" / "serve.log"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -192,6 +192,6 @@ def test_an_agent_is_answered_and_a_second_start_reads_its_prompt_from_disk(tmp_
         timeout=600,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["first"]["prompt_tokens"] == told["second"]["prompt_tokens"] > 4000
-    assert told["second"]["pages_read"] > 100, "the second server computed the prompt again"
+    record = json.loads(ran.stdout.splitlines()[-1])
+    assert record["first"]["prompt_tokens"] == record["second"]["prompt_tokens"] > 4000
+    assert record["second"]["pages_read"] > 100, "the second server computed the prompt again"

@@ -181,8 +181,8 @@ def predict(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeyp
     code, out, err = outrider("predict", place.model(kind), "--json", *use(place, kind))
     if kind == "draft":
         return one_line(code, err)
-    found = json.loads(out)
-    assert code == 0 and (found["speedup"] > 1.0 if kind == "mtp" else found["speedup"] == 1.0), found
+    record = json.loads(out)
+    assert code == 0 and (record["speedup"] > 1.0 if kind == "mtp" else record["speedup"] == 1.0), record
     return err
 
 

@@ -72,12 +72,12 @@ def post(s: Served, **body: Any) -> httpx.Response:
 
 
 def raw(s: Served, data: bytes, small: bool = False) -> socket.socket:
-    made = socket.socket()
+    connection = socket.socket()
     if small:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.connect(("127.0.0.1", s.port))
-    made.sendall(data)
-    return made
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", s.port))
+    connection.sendall(data)
+    return connection
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:
@@ -327,14 +327,14 @@ def test_connections_that_say_nothing_or_half_are_ended() -> None:
             except OSError:
                 break
         until(lambda: not s.server.connections.open)
-        for made in open_ones:
-            made.settimeout(PATIENCE)
+        for connection in open_ones:
+            connection.settimeout(PATIENCE)
             try:
-                while made.recv(4096):
+                while connection.recv(4096):
                     pass
             except ConnectionResetError:
                 pass
-            made.close()
+            connection.close()
         dripping.close()
 
 
@@ -345,8 +345,8 @@ def test_who_leaves_in_the_middle_of_a_body_leaves_no_traceback(caplog: pytest.L
             raw(s, half_body).close()
         crowd = [raw(s, half_body) for _ in range(12)]  # more than there is room for: the first ones are ended by us
         until(lambda: len(s.server.connections.open) <= 8)
-        for made in crowd:
-            made.close()
+        for connection in crowd:
+            connection.close()
         until(lambda: not s.server.connections.open)
         assert post(s, max_tokens=5).status_code == 200
     assert [r.getMessage() for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR] == []
@@ -358,8 +358,8 @@ def test_at_the_cap_silent_connections_make_room() -> None:
         for _ in range(5):
             assert s.http.get("/health").status_code == 200
         assert len(s.server.connections.open) <= 8
-        for made in silent:
-            made.close()
+        for connection in silent:
+            connection.close()
 
 
 def test_a_cap_of_busy_connections_answers_503() -> None:
@@ -369,8 +369,8 @@ def test_a_cap_of_busy_connections_answers_503() -> None:
         late = raw(s, b"")
         late.settimeout(PATIENCE)
         assert b"503" in late.recv(4096)
-        for made in (*busy, late):
-            made.close()
+        for connection in (*busy, late):
+            connection.close()
         s.settle()
 
 
@@ -382,10 +382,10 @@ def test_the_cap_fits_the_file_descriptors() -> None:
 
 def test_the_grammar_compiler_is_made_before_connections_come() -> None:
     """Made next to them, it held the interpreter, and so the event loop, for 0.2 s once in the life of a server."""
-    made = grammars.Grammars(tokenizer(), VOCAB)
-    assert "_compiler" not in vars(made)
-    made.start()
-    assert "_compiler" in vars(made)
+    compiler = grammars.Grammars(tokenizer(), VOCAB)
+    assert "_compiler" not in vars(compiler)
+    compiler.start()
+    assert "_compiler" in vars(compiler)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -240,8 +240,8 @@ HOSTILE_URLS: list[Any] = [
 @pytest.mark.parametrize("protocol", ["openai", "responses"])
 def test_hostile_requests_are_refused(served: Served, llm: LLM, expected: tuple[str, int], protocol: str) -> None:
     """60 bodies each: a 4xx in the protocol's form, nothing is left running, and the next request is answered."""
-    parts = [{"type": "input_audio", "input_audio": given} for given in HOSTILE]
-    parts += [{"type": "audio_url", "audio_url": given} for given in HOSTILE_URLS]
+    parts = [{"type": "input_audio", "input_audio": content} for content in HOSTILE]
+    parts += [{"type": "audio_url", "audio_url": content} for content in HOSTILE_URLS]
     for part in parts:
         messages = [{"role": "user", "content": [part]}]
         if protocol == "openai":

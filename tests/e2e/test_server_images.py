@@ -35,12 +35,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     where = tmp_path_factory.mktemp("vision")
     tiny_vision.write("gemma4_31b", where / "target")
     tiny.write_assistant("gemma4_31b", where / "drafter")
-    made = LLM.load(
+    model = LLM.load(
         str(where / "target"), drafter=str(where / "drafter"), draft_tokens=3, threads=1, max_context=480,
         image_tokens=70, max_images=2, max_image_pixels=10_000_000, max_batch=4,
     )  # fmt: skip
-    yield made
-    made.close()
+    yield model
+    model.close()
 
 
 @pytest.fixture(scope="module")

@@ -184,8 +184,8 @@ def test_few_file_descriptors_and_logs_for_machines() -> None:
             ).status_code
             == 400
         )
-        for made in silent:
-            made.close()
+        for connection in silent:
+            connection.close()
     finally:
         server.terminate()
         said = server.communicate(timeout=PATIENCE)[1]

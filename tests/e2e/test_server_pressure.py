@@ -32,16 +32,16 @@ HI = [{"role": "user", "content": "hi"}]
 
 def raw(s: Served, path: str, body: bytes, address: str = "127.0.0.1", length: int | None = None) -> socket.socket:
     """A connection that has sent this much of its body, and reads nothing."""
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.settimeout(PATIENCE)
-    made.bind((address, 0))
-    made.connect(("127.0.0.1", s.port))
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(PATIENCE)
+    connection.bind((address, 0))
+    connection.connect(("127.0.0.1", s.port))
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    made.sendall(
+    connection.sendall(
         f"{head}Connection: close\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
     )
-    return made
+    return connection
 
 
 def everything(made: socket.socket) -> bytes:

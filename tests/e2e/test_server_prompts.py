@@ -33,9 +33,9 @@ def leave(s: Served, body: dict[str, Any] = LONG, path: str = "/v1/chat/completi
     """Send a request, wait until the engine has it, and hang up."""
     data = json.dumps(body).encode()
     before = len(s.engine.seen)
-    with socket.create_connection(("127.0.0.1", s.port)) as made:
+    with socket.create_connection(("127.0.0.1", s.port)) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        made.sendall(head.encode() + data)
+        connection.sendall(head.encode() + data)
         until(lambda: len(s.engine.seen) > before, lambda: "the engine has no request")
 
 

@@ -40,12 +40,12 @@ def served() -> Iterator[Served]:
 
 def talk(s: Served, data: bytes, half_close: bool = False) -> bytes:
     """What comes back until the server closes."""
-    with socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE) as made:
-        made.sendall(data)
+    with socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE) as connection:
+        connection.sendall(data)
         if half_close:
-            made.shutdown(socket.SHUT_WR)
+            connection.shutdown(socket.SHUT_WR)
         parts = []
-        while part := made.recv(1 << 16):
+        while part := connection.recv(1 << 16):
             parts.append(part)
     return b"".join(parts)
 
@@ -190,8 +190,8 @@ def test_a_client_that_has_left_is_not_answered(served: Served) -> None:
     engine.hold = 0
     try:
         before = len(engine.aborted)
-        with socket.create_connection(("127.0.0.1", served.port)) as made:
-            made.sendall(request({"messages": HI}))
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(request({"messages": HI}))
             until(lambda: engine.running)
         until(lambda: len(engine.aborted) > before)
     finally:

@@ -127,9 +127,9 @@ def test_every_family_over_two_and_four_processes(cases: list[dict[str, Any]], t
     said = [process.communicate(timeout=500)[1].decode() for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(said)
     for world in (2, 4):
-        found = json.loads((tmp_path / f"{world}.json").read_text())
-        assert len(found) == len(over[world])
-        for name, one in found.items():
+        record = json.loads((tmp_path / f"{world}.json").read_text())
+        assert len(record) == len(over[world])
+        for name, one in record.items():
             where = f"{name} over {world}"
             assert one["off"] <= 2e-6 * max(1.0, one["largest"]), (
                 where
@@ -139,7 +139,7 @@ def test_every_family_over_two_and_four_processes(cases: list[dict[str, Any]], t
             assert all(len(tokens) == 8 for tokens in one["plain"]), where
             assert set(one["plain"][3]) <= set(range(20, 50)), where
             assert one["scored"][:3] == [17, 40, 3], where
-        assert sum(one["accepted"] for one in found.values()) > 0
+        assert sum(one["accepted"] for one in record.values()) > 0
 
 
 def started(pid: int) -> list[int]:
@@ -178,8 +178,8 @@ def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
         body = json.dumps(
             {"model": "model", "prompt": [9, 8, 7], "max_tokens": 8000, "stream": True, "ignore_eos": True}
         ).encode()
-        asked = urllib.request.Request(f"{where}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=300) as stream:
+        request = urllib.request.Request(f"{where}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as stream:
             assert stream.readline().startswith(b"data: ")
             worker = started(server.pid)[-1]
             os.kill(worker, signal.SIGKILL)

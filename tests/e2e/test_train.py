@@ -145,9 +145,9 @@ def test_changed_settings_of_a_run_that_goes_on_are_refused_or_said(
     world: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     target, data, out = world
-    kept = tmp_path / "run"
-    shutil.copytree(out, kept)
-    first = job(target, data, kept)
+    run_folder = tmp_path / "run"
+    shutil.copytree(out, run_folder)
+    first = job(target, data, run_folder)
     for change, said in (
         ({"max_new": 16}, "max_new 32 -> 16"),
         ({"seed": 3, "answer_seed": 0}, "seed 0 -> 3"),
@@ -162,7 +162,7 @@ def test_changed_settings_of_a_run_that_goes_on_are_refused_or_said(
     result = run.train(worse, lines.append)
     assert any("goes on with other settings: " in line and "lr 0.004 -> 3.0" in line for line in lines)
     assert result["step"] <= 60 and any("no evaluation beat step" in line for line in lines)
-    files = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (out, kept)]
+    files = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (out, run_folder)]
     assert files[0] == files[1]
 
 
@@ -328,10 +328,10 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
     from outrider.train import trainer as module
 
     target, data, out = world
-    kept = tmp_path / "run"
-    kept.mkdir()
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
     for name in ("run.json", "prompts.npz", "prompts.json", "data.npz"):
-        (kept / name).write_bytes((out / name).read_bytes())
+        (run_folder / name).write_bytes((out / name).read_bytes())
     real = module.Trainer.loss
 
     def poisoned(self, batch):
@@ -340,9 +340,9 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
 
     monkeypatch.setattr(module.Trainer, "loss", poisoned)
     with pytest.raises(OutriderError, match=r"nan at step 31.*last checkpoint is good"):
-        run.train(job(target, data, kept, save_minutes=1e-9), QUIET)
+        run.train(job(target, data, run_folder, save_minutes=1e-9), QUIET)
     monkeypatch.setattr(module.Trainer, "loss", real)
-    checkpoint = torch.load(kept / "checkpoint.pt", weights_only=True)
+    checkpoint = torch.load(run_folder / "checkpoint.pt", weights_only=True)
     assert checkpoint["progress"]["step"] == 30 and all(
         torch.isfinite(v).all() for v in checkpoint["net"].values() if v.is_floating_point()
     )
@@ -351,11 +351,11 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
         file.write(b"x" * 100)
         raise OSError(28, "No space left on device")
 
-    before = (kept / "checkpoint.pt").read_bytes()
+    before = (run_folder / "checkpoint.pt").read_bytes()
     monkeypatch.setattr(module.torch, "save", full)
     with pytest.raises(OutriderError, match="last checkpoint is kept"):
-        run.train(job(target, data, kept, save_minutes=1e-9), QUIET)
-    assert (kept / "checkpoint.pt").read_bytes() == before and not (kept / "checkpoint.part").exists()
+        run.train(job(target, data, run_folder, save_minutes=1e-9), QUIET)
+    assert (run_folder / "checkpoint.pt").read_bytes() == before and not (run_folder / "checkpoint.part").exists()
 
 
 def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> None:
@@ -382,10 +382,12 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
         took = []
         walked = []
         for i in range(12):
-            (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
-            assert made.token_ids == plain[i]
-            took.append(made.stats.cycles - 1)  # the first cycle starts inside the prompt
-            walked.append(walk(right[i][made.stats.first_emitted - 1 :], 3)[1])
+            (answer,) = llm.generate(
+                [prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i])
+            )
+            assert answer.token_ids == plain[i]
+            took.append(answer.stats.cycles - 1)  # the first cycle starts inside the prompt
+            walked.append(walk(right[i][answer.stats.first_emitted - 1 :], 3)[1])
         assert sum(took) > 60 and sum(a != b for a, b in zip(took, walked, strict=True)) <= 1, (took, walked)
 
 

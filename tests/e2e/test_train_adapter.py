@@ -64,8 +64,8 @@ def test_from_answers_to_the_adapters_own_drafter(tmp_path: Path, capsys: pytest
 
     shutil.copytree(out / "drafter", tmp_path / "a" / "drafter")
     said: list[str] = []
-    own = LLM.load(str(target), device="cpu", adapters={"a": adapter}, say=said.append)
-    assert "found in the adapter's folder" in own.drafter_note and "other weights" not in own.drafter_note
+    model = LLM.load(str(target), device="cpu", adapters={"a": adapter}, say=said.append)
+    assert "found in the adapter's folder" in model.drafter_note and "other weights" not in model.drafter_note
     assert not any("another adapter" in line for line in said)
     both = {"a": adapter, "b": str(tmp_path / "b")}
     assert "adapter's folder" not in LLM.load(str(target), device="cpu", adapters=both).drafter_note

@@ -52,17 +52,17 @@ def test_a_trained_drafter_is_in_the_speculators_layout(world: tuple[Path, Path,
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in rows if "loss" in r]
     assert losses[-1] < losses[0]
-    found = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, limit=8, max_tokens=24), say=QUIET)
-    assert found["tokens_per_cycle"][4] > 1.0 and found["answers"] == 8
+    report = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, limit=8, max_tokens=24), say=QUIET)
+    assert report["tokens_per_cycle"][4] > 1.0 and report["answers"] == 8
 
 
 def test_a_run_goes_on_bit_by_bit(world: tuple[Path, Path, Path, str], tmp_path: Path) -> None:
     """Stopped after 20 steps and continued, it ends with the weights of the run that was never stopped."""
     target, data, _, kind = world
-    made = job(target, data, tmp_path / "r", kind=kind, **BLOCK)
-    run.train(replace(made, steps=20, lr_hold=1.0), QUIET)
-    run.train(replace(made, steps=40, lr_hold=1.0), QUIET)
-    run.train(replace(made, steps=40, lr_hold=1.0, out=tmp_path / "whole"), QUIET)
+    config = job(target, data, tmp_path / "r", kind=kind, **BLOCK)
+    run.train(replace(config, steps=20, lr_hold=1.0), QUIET)
+    run.train(replace(config, steps=40, lr_hold=1.0), QUIET)
+    run.train(replace(config, steps=40, lr_hold=1.0, out=tmp_path / "whole"), QUIET)
     kept, whole = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["net"] for name in ("r", "whole"))
     assert all(torch.equal(kept[name], whole[name]) for name in whole)
 
@@ -88,22 +88,22 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
         took = []
         walked = []
         for i in range(12):
-            (made,) = llm.generate([asked[i]], params[i])
-            assert made.token_ids == plain[i]
-            took.append(made.stats.cycles - 1)  # the first cycle starts inside the prompt
-            walked.append(walk(right[i][made.stats.first_emitted - 1 :], 3)[1])
+            (answer,) = llm.generate([asked[i]], params[i])
+            assert answer.token_ids == plain[i]
+            took.append(answer.stats.cycles - 1)  # the first cycle starts inside the prompt
+            walked.append(walk(right[i][answer.stats.first_emitted - 1 :], 3)[1])
         assert sum(took) > 60 and sum(a != b for a, b in zip(took, walked, strict=True)) <= 1, (took, walked)
 
 
 def test_a_warm_start_begins_with_the_drafter_given(world: tuple[Path, Path, Path, str], tmp_path: Path) -> None:
     target, data, out, kind = world
-    made = job(target, data, tmp_path / "r", kind=kind, **BLOCK, init=str(out / "drafter"), steps=1, lr=1e-9)
-    run.train(made, QUIET)
+    config = job(target, data, tmp_path / "r", kind=kind, **BLOCK, init=str(out / "drafter"), steps=1, lr=1e-9)
+    run.train(config, QUIET)
     before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (out, tmp_path / "r"))
     assert all(torch.allclose(after[name].float(), before[name].float(), atol=1e-2) for name in before)
     with pytest.raises(OutriderError, match="no block drafter"):
         shutil.copytree(Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2", tmp_path / "mtp")
-        run.train(replace(made, out=tmp_path / "r2", init=str(tmp_path / "mtp")), QUIET)
+        run.train(replace(config, out=tmp_path / "r2", init=str(tmp_path / "mtp")), QUIET)
 
 
 def test_export_and_back(world: tuple[Path, Path, Path, str], tmp_path: Path) -> None:

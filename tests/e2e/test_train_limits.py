@@ -105,16 +105,16 @@ def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tm
     assert done.returncode == 130 and "stopped while answering" in done.stderr and "Traceback" not in done.stderr, (
         done.stderr[-2000:]
     )
-    kept = read_answers(out / "answers.jsonl")
-    assert 0 < len(kept) < 3000 and not (out / "data.npz").exists()
-    first = {k: a.tokens for k, a in kept.items() if a.done}
-    held = (out / "answers.jsonl").stat().st_size
+    stored_answers = read_answers(out / "answers.jsonl")
+    assert 0 < len(stored_answers) < 3000 and not (out / "data.npz").exists()
+    first = {k: a.tokens for k, a in stored_answers.items() if a.done}
+    num_bytes = (out / "answers.jsonl").stat().st_size
     again = interrupted(
-        endless(target, many, out), signal.SIGINT, out / "answers.jsonl", beyond=held
+        endless(target, many, out), signal.SIGINT, out / "answers.jsonl", beyond=num_bytes
     )  # it is answering again by then
     assert again.returncode == 130, again.stderr[-2000:]
     later = read_answers(out / "answers.jsonl")
-    assert len(later) >= len(kept) and all(later[k].tokens == tokens for k, tokens in first.items())
+    assert len(later) >= len(stored_answers) and all(later[k].tokens == tokens for k, tokens in first.items())
 
 
 def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path, Path], tmp_path: Path) -> None:
@@ -268,14 +268,14 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
     made = tmp_path / "drafter"
     assert {p.name for p in made.iterdir()} == {p.name for p in shipped.iterdir()}
-    mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (made, shipped))
+    record, theirs = (json.loads((folder / "config.json").read_text()) for folder in (made, shipped))
     assert (
-        mine.keys() == theirs.keys()
-        and mine["weight_bits"] == 4
-        and mine["use_ordered_embeddings"]
-        and mine["taps"] == [0]
+        record.keys() == theirs.keys()
+        and record["weight_bits"] == 4
+        and record["use_ordered_embeddings"]
+        and record["taps"] == [0]
     )
-    assert mine["centroid_intermediate_top_k"] == 3
+    assert record["centroid_intermediate_top_k"] == 3
     story = json.loads((made / "provenance.json").read_text())
     assert [r["steps"] for r in story["runs"]] == [8, 8] and story["runs"][1]["started_from"].endswith("drafter")
     assert (

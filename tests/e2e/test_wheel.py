@@ -48,11 +48,11 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    found = {f["what"]: f["found"] for f in json.loads(outrider("doctor", "--json"))}
-    assert str(tmp_path / "site") in found["outrider"] and "/prebuilt/kernels-" in found["CPU kernels"]
-    kept = build.cache_root() / "smollm2"  # what was fetched before need not be fetched again
-    if kept.is_dir():
-        shutil.copytree(kept, tmp_path / "cache" / "smollm2")
+    record = {f["what"]: f["found"] for f in json.loads(outrider("doctor", "--json"))}
+    assert str(tmp_path / "site") in record["outrider"] and "/prebuilt/kernels-" in record["CPU kernels"]
+    folder = build.cache_root() / "smollm2"  # what was fetched before need not be fetched again
+    if folder.is_dir():
+        shutil.copytree(folder, tmp_path / "cache" / "smollm2")
     assert ">>>" in outrider("demo")
     tiny.write_target("llama", tmp_path / "model")
     row = json.loads(

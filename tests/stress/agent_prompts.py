@@ -120,9 +120,9 @@ def proxy(port: int, seen: list[Exchange], patience: float) -> Iterator[str]:
 def ask(args: argparse.Namespace, url: str, folder: Path) -> int:
     """Exit code of the client, or 0 when the recorded request was sent."""
     if args.request is not None:
-        kept = json.loads(args.request.read_text())
-        body = {**kept["body"], "stream": True, "temperature": 0}
-        httpx.post(url + kept["path"], json=body, timeout=60 * args.minutes)
+        record = json.loads(args.request.read_text())
+        body = {**record["body"], "stream": True, "temperature": 0}
+        httpx.post(url + record["path"], json=body, timeout=60 * args.minutes)
         return 0
     card = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]
     variables, arguments = settings(args.client, Endpoint(url, card["id"], card["max_model_len"], "none"))

@@ -126,12 +126,12 @@ class Attack:
         while not self.stop.is_set():
             forged = f"X-Forwarded-For: 10.0.{next(numbers) % 250}.1\r\nContent-Length: {len(text)}\r\n\r\n".encode()
             for name, data in (("two lengths", two), ("invented address", kind + forged + text)):
-                made = await self.connect(address, data)
-                if made is not None:
+                connection = await self.connect(address, data)
+                if connection is not None:
                     with contextlib.suppress(OSError):
-                        made.shutdown(socket.SHUT_WR)
+                        connection.shutdown(socket.SHUT_WR)
                     await asyncio.sleep(0.05)
-                    made.close()
+                    connection.close()
                     self.counts[name] += 1
 
     async def long_texts(self) -> None:
@@ -158,11 +158,11 @@ class Attack:
         head = f"POST /v1/chat/completions HTTP/1.1\r\n{kind}Content-Length: {len(text)}\r\n\r\n"
         address = self.address()
         while not self.stop.is_set():
-            made = await self.connect(address, head.encode() + text)
-            if made is not None:
+            connection = await self.connect(address, head.encode() + text)
+            if connection is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.stop.wait(), 15)
-                made.close()
+                connection.close()
                 self.counts["unread stream"] += 1
 
     async def silent(self) -> None:
@@ -172,28 +172,28 @@ class Attack:
         open_ones: list[socket.socket] = []
         while not self.stop.is_set():
             for data in kinds:
-                made = await self.connect(address, data)
-                if made is not None:
-                    open_ones.append(made)
+                connection = await self.connect(address, data)
+                if connection is not None:
+                    open_ones.append(connection)
                     self.counts["silent connection"] += 1
             while len(open_ones) > self.many:
                 open_ones.pop(0).close()
             await asyncio.sleep(0.05)
-        for made in open_ones:
-            made.close()
+        for connection in open_ones:
+            connection.close()
 
     async def connect(self, address: str, data: bytes) -> socket.socket | None:
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        made.setblocking(False)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
-            made.bind((address, 0))
-            await asyncio.wait_for(loop.sock_connect(made, ("127.0.0.1", self.port)), 10)
-            await asyncio.wait_for(loop.sock_sendall(made, data), 10)
-            return made
+            connection.bind((address, 0))
+            await asyncio.wait_for(loop.sock_connect(connection, ("127.0.0.1", self.port)), 10)
+            await asyncio.wait_for(loop.sock_sendall(connection, data), 10)
+            return connection
         except (OSError, TimeoutError):
-            made.close()
+            connection.close()
             self.counts["connection refused or reset"] += 1
             await asyncio.sleep(0.1)
             return None

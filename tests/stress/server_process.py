@@ -111,9 +111,9 @@ class Target:
     def _port(self) -> int:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-            if found:
-                return int(found[1])
+            match = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+            if match:
+                return int(match[1])
         raise SystemExit("the server did not start")
 
     def _count(self) -> None:
