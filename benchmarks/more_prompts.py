@@ -64,13 +64,13 @@ class Passages:
         for row in rows:
             text = row["prompt"]
             if row["source"] == "boolq":
-                found = [p.removeprefix("Passage: ").strip() for p in re.findall(PASSAGE, text)]
+                matches = [p.removeprefix("Passage: ").strip() for p in re.findall(PASSAGE, text)]
                 questions = [q.strip() for q in re.findall(r"Question: ([^\n]+)", text)]
-                alone.update(found)
+                alone.update(matches)
                 asked.update(questions)
-                titles.update(p.partition(" -- ")[0] for p in found)
-                if len(questions) == 1 and found:  # it is about the first
-                    self.own[found[0]] = questions[0]
+                titles.update(p.partition(" -- ")[0] for p in matches)
+                if len(questions) == 1 and matches:  # it is about the first
+                    self.own[matches[0]] = questions[0]
             elif row["source"] == "ntrex-128":
                 news.update(s.strip() for s in re.findall(NEWS, text) if len(s) > 60)
             elif row["source"] in ARTICLES and row["category"] in ("reading", "summarization", "extraction"):

@@ -67,8 +67,8 @@ def one_run(name: str, model: Path | str, minutes: float, args: argparse.Namespa
     heldout = ("--prompts", args.out / "heldout.jsonl", "--max-tokens", 96, "--device", "cpu", "--json")
     judged = outrider(args.cores, "eval-drafter", model, folder / "drafter", *heldout)
     if judged.returncode == 0:
-        found = json.loads(judged.stdout)
-        row["tokens_per_cycle"] = {k: found["tokens_per_cycle"][k] for k in ("1", "2", "4", "8")}
+        record = json.loads(judged.stdout)
+        row["tokens_per_cycle"] = {k: record["tokens_per_cycle"][k] for k in ("1", "2", "4", "8")}
     return row
 
 
