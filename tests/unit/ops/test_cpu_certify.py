@@ -74,7 +74,7 @@ def test_the_last_level_serves_as_many_rows_as_agree(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_processor_serves_what_it_certified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(certify, "processor", lambda: "Unheard-of 9000")
+    monkeypatch.setattr(certify, "processor_name", lambda: "Unheard-of 9000")
     ops = CpuOps(threads=1)
     assert ops.capabilities.independent_rows == EVERY_ROW and f"-{BEST}-" in ops.version
     (path,) = (tmp_path / "certified").glob("*.json")
@@ -89,7 +89,7 @@ def test_a_stored_certification_is_read_and_not_run_again(monkeypatch: pytest.Mo
     certify.certification_of.cache_clear()
     monkeypatch.setattr(certify.Problems, "probes", lambda self: pytest.fail("the problems are run again"))
     CpuOps(threads=1)
-    monkeypatch.setattr(certify, "processor", lambda: "another")
+    monkeypatch.setattr(certify, "processor_name", lambda: "another")
     certify.certification_of.cache_clear()
     with pytest.raises(pytest.fail.Exception, match="run again"):
         CpuOps(threads=1)
