@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # images set it; workers and commands started by tests would compile every module again
 
-.PHONY: setup demo test test-clients test-arm test-ray test-systems check docs dist images packages clean gpu-archs
+.PHONY: setup demo test test-clients test-arm test-ray test-systems check docs dist wheels images packages clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -61,6 +61,10 @@ dist:
 	test -x build/tools/bin/python || $(PYTHON) -m venv build/tools
 	build/tools/bin/pip install -q --disable-pip-version-check -c constraints.txt build 'setuptools>=77'
 	build/tools/bin/python -m build --no-isolation --outdir dist .
+
+# Wheels for Linux, macOS and Windows, kernels inside, into dist/ (ziglang compiles them: 20 minutes of processor time).
+wheels: setup
+	$(BIN)/python tools/wheels.py
 
 # Both container images; where no Docker answers, they are checked by a linter.
 images: setup

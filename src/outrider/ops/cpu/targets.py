@@ -6,6 +6,7 @@ No import of torch: setup.py and tools use it.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,9 @@ def compile_to(target: Target, level: str, folder: Path) -> Path:
         objects = [str(Path(scratch, f"{unit}.o")) for unit in UNITS]
         for unit, output in zip(UNITS, objects):
             subprocess.run(compile_command(target, level, unit, output, *ZIG_OPTIMISED.split(), "-w"), check=True)
-        subprocess.run(link_command(target, level, objects, str(library)), check=True)
+        linked = str(Path(scratch, "kernels.so"))  # the linker puts an import library for Windows next to it
+        subprocess.run(link_command(target, level, objects, linked), check=True)
+        shutil.move(linked, library)
     return library
 
 
