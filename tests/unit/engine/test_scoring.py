@@ -80,7 +80,7 @@ def test_a_text_waits_for_its_share_of_full_layers_at_the_start() -> None:
 def test_row_invariance_is_proved_on_prompts_longer_than_windows(variant: str) -> None:
     """`prove` reserved whole prompts too."""
     engine = tiny_engine(variant, max_batch=1, max_context=CONTEXT)
-    llm = SimpleNamespace(engine=engine)
+    llm = SimpleNamespace(engine=engine, adapters=None, adapter=None)
     logits = block_logits(llm, [text(320)], [300], 17)  # type: ignore[arg-type]
     assert logits.shape == (1, 17, VOCAB)
     engine.check()
