@@ -36,7 +36,7 @@ class BatchOptions:
 @common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(BatchOptions)
 def batch(asked: BatchOptions, load: LoadSettings) -> None:
-    """Answer a file of requests for /v1/chat/completions and /v1/completions.
+    """Answer a file of requests in the format of OpenAI's batches (chat and text completions).
 
     After a stop or a kill the same command resumes: no line is answered twice, none is lost. A line that can't be
     answered gets a result that says why. With --ray several engines share the file; one that dies is replaced.

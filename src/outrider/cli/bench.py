@@ -47,8 +47,9 @@ class BenchOptions:
 @common.loading(*common.MACHINE, *common.ROOM)
 @common.taking(BenchOptions)
 def bench(asked: BenchOptions, load: LoadSettings) -> None:
-    """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are
-    identical.
+    """Time decoding with several drafters and K over many kinds of prompts, and check that the texts are identical.
+
+    Contestants run in turn; figures have 95 % intervals.
 
     Example: outrider bench smollm2 --draft-tokens 0,4,auto --against llama-cpp --out results
     """

@@ -46,7 +46,7 @@ class LoadTestOptions:
 
 @common.taking(LoadTestOptions)
 def bench_server(asked: LoadTestOptions) -> None:
-    """Load-test a server with streams: throughput, time to first token, time per token.
+    """Measure a server under load: throughput, time to the first token, time per token.
 
     Inter-token times are measured per token: a chunk of m tokens that comes after g seconds counts as m times g/m.
     The longest wait between two chunks is shown next to them, since that is what a reader sees.

@@ -71,8 +71,9 @@ class ChatOptions:
 @common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(ChatOptions)
 def chat(asked: ChatOptions, load: LoadSettings) -> None:
-    """Chat. Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D, /quit or Ctrl-C twice
-    ends. --continue goes on with the last conversation.
+    """Chat with a model in the terminal. --continue goes on with the last conversation.
+
+    Ctrl-C stops an answer and keeps what was said, or clears a half-typed line; Ctrl-D, /quit or Ctrl-C twice ends.
 
     Arrow keys edit the line and bring earlier ones back; Tab completes commands (/help lists them). A paste is one
     message, and so is what stands between three quotes. From a pipe every line is a message.

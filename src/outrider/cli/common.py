@@ -121,7 +121,10 @@ PLANNING = ("drafter", "quantize", "tensor_parallel", *ROOM, "vision", "audio") 
 KEEPING = ("prefix_store", "prefix_store_size")
 IMAGES = ("vision", "image_tokens", "max_images", "max_image_pixels")
 SOUND = ("audio", "max_clips")
-ImageFiles = Annotated[list[str] | None, "An image that the prompt is about (may be repeated)."]
+ImageFiles = Annotated[
+    list[str] | None,
+    typer.Option("--image", metavar="FILE", help="An image that the prompt is about (may be repeated)."),
+]
 AudioFiles = Annotated[
     list[str] | None,
     typer.Option("--audio", metavar="FILE", help="A sound file that the prompt is about (may be repeated)."),

@@ -30,7 +30,7 @@ class DeployOptions:
 
 @common.taking(DeployOptions)
 def deploy(asked: DeployOptions) -> None:
-    """Deploy MODEL as several replicas with one address: same API as `outrider serve`.
+    """Serve MODEL as several replicas behind one address, on a Ray cluster.
 
     Without a Ray cluster, one is started on this machine and ends with the command. On a running cluster the command
     returns when all replicas answer; run again with other settings it replaces them one by one, and no request fails.

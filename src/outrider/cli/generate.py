@@ -60,7 +60,7 @@ class GenerateOptions:
 @common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND)
 @common.taking(GenerateOptions)
 def generate(asked: GenerateOptions, load: LoadSettings) -> None:
-    """Generate text. Speculation is on by default and never changes the answer.
+    """Answer one prompt, or each prompt of a file. Drafting is on by default and never changes the answer.
 
     Example: outrider generate smollm2 "Why is the sky blue?" --compare
     """
@@ -177,7 +177,8 @@ class DemoOptions:
 @common.loading("drafter", "draft_tokens", "threads")
 @common.taking(DemoOptions)
 def demo(asked: DemoOptions, load: LoadSettings) -> None:
-    """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
+    """See plain decoding and drafting side by side: the same answers, faster. Downloads the default model (98 MB) the
+    first time."""
     params = common.sampling(max_tokens=asked.max_tokens)
     llm = common.load_llm(asked.model, load)
     from ..bench.turns import compare, decoder

@@ -1,4 +1,4 @@
-"""`--help` of a command: options in panels by their subject, names whole at 80 columns, vLLM's names beside ours."""
+"""`--help`: commands and options in panels by their subject, names whole at 80 columns, vLLM's names beside ours."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .common import out
 
+COMMAND_PANELS: dict[str, tuple[str, ...]] = {
+    "Use a model": ("generate", "chat", "serve", "launch", "batch", "deploy"),
+    "Look and measure": ("demo", "doctor", "inspect", "predict", "prove", "bench", "bench-server"),
+    "Models on this disk": ("list", "pull", "show", "rm", "merge"),
+    "Drafters of your own": ("train", "eval-drafter", "export"),
+}
 PANELS: dict[str, tuple[str, ...]] = {  # in the order in which they are shown, after the command's other options
     "Sampling": (
         *("max_tokens", "temperature", "temperatures", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -40,7 +46,8 @@ PANELS: dict[str, tuple[str, ...]] = {  # in the order in which they are shown, 
 }
 VLLM_NAMES = ("--max-model-len", "--max-num-seqs", "--gpu-memory-utilization", "--num-speculative-tokens")
 VALUES: dict[object, str] = {int: "INT", float: "NUMBER", Path: "PATH"}
-NAME_WIDTH = 27  # of the column of names
+NAME_WIDTH = 27  # of the column of options' names
+COMMAND_WIDTH = 16  # of the column of commands' names
 MAX_WIDTH = 100
 
 
@@ -60,7 +67,30 @@ class HelpfulCommand(TyperCommand):
             out.print("\nSwitches have a --no- form, which undoes what config.toml sets.")
 
 
-def shown(command: TyperCommand, kind: str) -> list[Any]:
+class HelpfulGroup(TyperGroup):
+    """The program itself: a line for each command."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        width = min(out.width, MAX_WIDTH)
+        out.print(Text.assemble("Usage: ", ("outrider COMMAND [OPTIONS] [ARGUMENTS]", "bold")))
+        out.print(f"\n{self.help}\nTry it: outrider demo. Options of a command: outrider COMMAND --help")
+        for title, names in COMMAND_PANELS.items():
+            out.print()
+            out.print(title, style="bold")
+            for name in names:
+                if name in self.commands:
+                    summary = first_sentence(self.commands[name].help or "")
+                    print_entry(name, summary, name_width=COMMAND_WIDTH, width=width)
+        print_panel("Options", shown(self, "option"), width)
+
+
+def first_sentence(text: str) -> str:
+    paragraph = next(paragraphs(text), "")
+    end = paragraph.find(". ")
+    return paragraph if end < 0 else paragraph[: end + 1]
+
+
+def shown(command: TyperCommand | TyperGroup, kind: str) -> list[Any]:
     """The command's parameters of a kind, option or argument, that are not hidden."""
     parameters: list[Any] = list(command.params)
     return [p for p in parameters if p.param_type_name == kind and not p.hidden]
@@ -98,14 +128,19 @@ def print_panel(title: str, parameters: list[Any], width: int) -> None:
     for parameter in parameters:
         is_option = parameter.param_type_name == "option"
         name = option_name(parameter) if is_option else argument_name(parameter)
-        lines = textwrap.wrap(about(parameter), width - NAME_WIDTH, break_on_hyphens=False) or [""]
-        if len(name) > NAME_WIDTH - 4:
-            out.print(Text(f"  {name}", "cyan"))
-        else:
-            first = lines.pop(0)
-            out.print(Text.assemble((f"  {name:<{NAME_WIDTH - 2}}", "cyan"), first))
-        for line in lines:
-            out.print(Text(" " * NAME_WIDTH + line))
+        print_entry(name, about(parameter), name_width=NAME_WIDTH, width=width)
+
+
+def print_entry(name: str, text: str, *, name_width: int, width: int) -> None:
+    """A name and the text beside it; a name that is too long has a line of its own."""
+    lines = textwrap.wrap(text, width - name_width, break_on_hyphens=False) or [""]
+    if len(name) > name_width - 4:
+        out.print(Text(f"  {name}", "cyan"))
+    else:
+        first = lines.pop(0)
+        out.print(Text.assemble((f"  {name:<{name_width - 2}}", "cyan"), first))
+    for line in lines:
+        out.print(Text(" " * name_width + line))
 
 
 def option_name(option: Any) -> str:

@@ -36,8 +36,7 @@ class InspectOptions:
 @common.loading(*common.PLANNING)
 @common.taking(InspectOptions)
 def inspect(asked: InspectOptions, load: LoadSettings) -> None:
-    """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are
-    needed.
+    """Show a model's size, layers and memory, and whether it fits a card, before any download.
 
     Example: outrider inspect google/gemma-4-E2B-it --gpu rtx4090
 

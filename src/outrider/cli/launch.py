@@ -128,11 +128,11 @@ class LaunchOptions:
 @common.loading(*common.RUNNING, *common.KEEPING)
 @common.taking(LaunchOptions)
 def launch(asked: LaunchOptions, load: LoadSettings) -> None:
-    """Start a coding agent on MODEL: the server if none runs, with K/V of prompts on disk, then the agent with its
-    settings.
+    """Start a coding agent on MODEL: claude, codex, opencode, aider or goose.
 
-    The server keeps what it has read of the agent's prompt in a folder (--prefix-store; `off`: not at all), so that the
-    next start has its first token soon. It ends with the agent; its log is launch/serve.log in Outrider's cache.
+    A server is started if none runs, then the agent with its settings. The server keeps what it has read of the
+    agent's prompt in a folder (--prefix-store; `off`: not at all), so that the next start has its first token soon. It
+    ends with the agent; its log is launch/serve.log in Outrider's cache.
 
     Example: outrider launch claude Qwen/Qwen2.5-Coder-1.5B-Instruct
     """

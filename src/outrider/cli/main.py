@@ -15,7 +15,7 @@ import typer
 from .. import __version__
 from ..types import OutriderError
 from . import common
-from .help import HelpfulCommand
+from .help import HelpfulCommand, HelpfulGroup
 
 COMMANDS = (
     *("generate", "chat", "serve", "launch", "deploy", "batch", "list", "pull", "rm", "show", "inspect", "merge"),
@@ -36,6 +36,7 @@ MOVED = {
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands; each is a function in a module of the same name, except `FUNCTIONS`."""
     shell = typer.Typer(
+        cls=HelpfulGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Lossless speculative decoding: the same answers, faster.",

@@ -48,7 +48,7 @@ class PredictOptions:
 @common.loading(*common.PLANNING)
 @common.taking(PredictOptions)
 def predict(asked: PredictOptions, load: LoadSettings) -> None:
-    """Predict speed from config.json alone: memory needed, ms per token, best K, speed-up, and why it would not pay.
+    """Predict a model's speed on a machine before any download: ms per token, best K, speed-up, memory.
 
     Memory is planned as `outrider serve` plans it with the same options. --drafter none with --accept predicts n-gram
     drafts, which take no time.

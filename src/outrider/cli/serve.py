@@ -43,7 +43,7 @@ class ServeOptions:
 @common.loading(*common.RUNNING, *common.IMAGES, *common.SOUND, *common.KEEPING, "max_adapters")
 @common.taking(ServeOptions)
 def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: LoadSettings) -> None:
-    """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
+    """Serve MODEL: the APIs of OpenAI, Anthropic and Ollama, and a page that shows the drafting live.
 
     Sampling options that a request leaves out come from the model's generation_config.json. If that has none, the
     temperature is 0.7; on Ollama's routes it is 0.8 with top-k 40 and top-p 0.9. GET /props shows them.

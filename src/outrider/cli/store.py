@@ -35,8 +35,9 @@ class Item:
 
 
 def listing(as_json: common.AsJson = False) -> None:
-    """List the models and drafters at hand: Hugging Face's cache, our own, GGUF files of this folder, and what was
-    used before."""
+    """List the models and drafters on this disk.
+
+    They are those in Hugging Face's cache, in our own, GGUF files of this folder, and what was used before."""
     items = list(at_hand())
     if as_json:
         print(json.dumps([asdict(item) for item in items]))
@@ -108,8 +109,8 @@ def remove(name: common.Model) -> None:
 
 
 def show(name: common.Model, as_json: common.AsJson = False) -> None:
-    """Show a model's place and size, and the drafter and projector that belong to it. `outrider inspect` says more of
-    its layers."""
+    """Show where a model lies, its size, and the drafter and projector that belong to it. `outrider inspect` says more
+    of its layers."""
     from ..weights import hub, repos
     from ..weights.files import model_config
 
@@ -145,10 +146,11 @@ def merge(
     adapter: Annotated[str, typer.Option(metavar="PATH", help="A PEFT folder, a .gguf adapter or a Hugging Face id.")],
     to: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder for the merged checkpoint.")],
 ) -> None:
-    """Write MODEL with a LoRA adapter added into its weights (float32 sums, then the stored dtype).
+    """Write MODEL with a LoRA adapter added into its weights.
 
-    The merged checkpoint runs on every executor at full speed. Its answers can differ in the last bits from those of
-    the adapter next to the base, since the sum is rounded once more. A quantised MODEL is refused.
+    Sums are computed in float32 and stored in the checkpoint's dtype. The merged checkpoint runs on every executor at
+    full speed. Its answers can differ in the last bits from those of the adapter next to the base, since the sum is
+    rounded once more. A quantised MODEL is refused.
 
     Example: outrider merge org/model --adapter ./my-adapter --out ./merged
     """

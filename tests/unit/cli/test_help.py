@@ -37,6 +37,18 @@ def test_every_name_is_whole_at_80_columns(
     assert names <= set(re.findall(r"--?[a-z][a-z-]*", text))
 
 
+def test_the_program_lists_every_command_once_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One list of 21 commands, each with its whole docstring, said nothing to a newcomer."""
+    text = shown(monkeypatch, capsys)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    listed = [name for names in help_module.COMMAND_PANELS.values() for name in names]
+    assert sorted(listed) == sorted(COMMANDS)
+    assert all(text.count(f"\n  {name} ") == 1 for name in COMMANDS)
+    assert "outrider demo" in text and "--version" in text
+
+
 def test_options_of_serve_are_in_panels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: dict[str, Any]
 ) -> None:
