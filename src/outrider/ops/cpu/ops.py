@@ -58,7 +58,7 @@ class CpuOps(ReferenceOps):
         self.isa = isa
         self.lib, certification = certified_library(isa)
         independent_rows = certification.independent_rows(EVERY_ROW)
-        self.capabilities = replace(CpuOps.capabilities, independent_rows=independent_rows)
+        self.capabilities = replace(self.capabilities, independent_rows=independent_rows)
         self.version = Path(self.lib._name).stem
         self.threads = threads or default_threads()
         self.pool: int = self.lib.or_pool_new(self.threads)
