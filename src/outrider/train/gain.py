@@ -17,7 +17,7 @@ from .clock import Halt
 from .data import Sequences
 from .target import Described
 
-FEWEST_PAIRS = 2  # prompts that are measured even if they take longer
+MIN_PAIRS = 2  # prompts that are measured even if they take longer
 WARM_TOKENS = 8
 USEFUL = 1.1  # speed-up from which a drafter is worth using
 WORTHLESS = 1.02  # up to which it is not: timings of one machine differ by as much
@@ -107,7 +107,7 @@ def timed_pairs(llm: LLM, prompts: Sequences, *, max_new: int, seconds: float, h
         llm.generate(warm, SamplingParams(max_tokens=WARM_TOKENS), drafter=drafts)
     ends = time.perf_counter() + seconds
     for number in range(len(prompts)):
-        if halt() or (number >= FEWEST_PAIRS and time.perf_counter() >= ends):
+        if halt() or (number >= MIN_PAIRS and time.perf_counter() >= ends):
             return
         ids = prompts[number].tolist()
         spent: dict[bool, float] = {}
