@@ -21,6 +21,7 @@ SIDE = (2048, 4096)
 MATRICES = 12
 ROWS = 9
 REPEATS = 7
+MIN_SECONDS = 1.0  # of a measurement: on a busy machine the fastest of a few runs is a slow one, too
 SUM_REACH = 0.915  # share of an H200's bandwidth that a sum over memory reaches
 PRODUCT_REACH = 0.75  # share of its matrix rate that a large product reaches
 
@@ -73,11 +74,12 @@ def _gpu() -> Hardware:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs: other load only ever adds time."""
+    """Seconds of the fastest of REPEATS runs or more, for MIN_SECONDS: other load only ever adds time."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     run()
-    durations = []
-    for _ in range(REPEATS):
+    durations: list[float] = []
+    ends = time.perf_counter() + MIN_SECONDS
+    while len(durations) < REPEATS or time.perf_counter() < ends:
         wait()
         began = time.perf_counter()
         run()

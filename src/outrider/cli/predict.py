@@ -108,8 +108,12 @@ def _machine(name: str, weight_bytes: float) -> machines.Hardware:
     if name != "here":
         return machines.machine(name)
     from ..bench.here import here
+    from ..engine.machine_load import OtherLoad
 
-    return here(weight_bytes)
+    others = OtherLoad()
+    measured = here(weight_bytes)
+    common.note_of(others)
+    return measured
 
 
 def _memory(plan: MemoryPlan, setup: model_of.Setup) -> ForeignDict:
@@ -126,9 +130,13 @@ def _memory(plan: MemoryPlan, setup: model_of.Setup) -> ForeignDict:
 
 
 def _show_cost(title: str, size: str, cost: model_of.SoftCost) -> None:
-    tower = f"tower {cost.tower_tflop:.2f} TFLOP, about {cost.tower_ms:.1f} ms"
-    prompt = f"in the prompt {cost.prompt_tflop:.2f} TFLOP, about {cost.prompt_ms:.1f} ms"
+    tower = f"tower {cost.tower_tflop:.2f} TFLOP, about {duration(cost.tower_ms)}"
+    prompt = f"in the prompt {cost.prompt_tflop:.2f} TFLOP, about {duration(cost.prompt_ms)}"
     out.print(f"{title}   {size}: {tower}; {prompt}")
+
+
+def duration(ms: float) -> str:
+    return f"{ms:.1f} ms" if ms < 1000 else f"{ms / 1000:.3g} s"
 
 
 def _drafter(model: str, load: LoadSettings) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:
