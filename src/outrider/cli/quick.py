@@ -35,12 +35,23 @@ class Later(ModuleType):
 def quick_start(device: str | None) -> Iterator[None]:
     """Wraps the import of torch and the loading of a first model. If a GPU may be used, or torch is imported already,
     it is the whole of torch."""
-    if "torch" not in sys.modules and (device == "cpu" or (device is None and not GPU.exists())):
-        sys.modules[RULES] = Later(RULES)
+    is_quick = "torch" not in sys.modules and (device == "cpu" or (device is None and not GPU.exists()))
     collecting = gc.isenabled()
     gc.disable()  # objects of modules and vocabularies are permanent: collections would free nothing
     try:
+        if is_quick:
+            sys.modules[RULES] = Later(RULES)
+            allow_generators()
         yield
     finally:
         if collecting:
             gc.enable()
+
+
+def allow_generators() -> None:
+    """Lets `torch.Generator` be called without the rules, whose import gives it a metaclass since torch 2.13."""
+    import torch
+
+    set_metaclass = getattr(torch._C, "_set_generator_metaclass", None)
+    if set_metaclass is not None:
+        set_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)

@@ -21,6 +21,8 @@ from outrider.cli.quick import RULES, Later, quick_start
 with quick_start("cpu"):
     import torch
 assert isinstance(sys.modules[RULES], Later) and "torch._refs" not in sys.modules
+seeded = torch.rand(2, generator=torch.Generator().manual_seed(1))  # of kernels' certification and random weights
+assert "torch._refs" not in sys.modules
 layer, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
 layer(x).sum().backward()  # what runs and what trains models asks nobody for shapes
 table, ids = torch.nn.Embedding(5, 3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
@@ -31,6 +33,7 @@ except NotImplementedError:
     pass
 assert sys.modules[RULES].register_meta and not isinstance(sys.modules[RULES], Later) and "torch._refs" in sys.modules
 assert table(ids).shape == (2, 3)
+assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(1)), seeded)
 """
 
 
