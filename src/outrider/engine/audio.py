@@ -37,7 +37,7 @@ SHORT_SAMPLES = 30 * 48_000 * 2
 SHORT_SECONDS = 2.0
 CACHED_CLIPS = 64  # clips whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other features, other digests
-SPOILED = OutriderError("the sound took too much memory or time to decode, and was refused")
+SPOILED = "the sound took too much memory or time to decode, and was refused"
 FORMS = "a clip is a path, the bytes of a file, a data URL or (samples, rate)"
 
 
@@ -132,7 +132,7 @@ class AudioDecoder:
         try:
             return self._long.samples(data, max_seconds)
         except ChildLost:
-            raise SPOILED from None
+            raise OutriderError(SPOILED) from None
 
     def close(self) -> None:
         self._short.close()

@@ -25,7 +25,7 @@ MAX_PIXELS = 64_000_000  # of one image, by its header
 # a screenshot of 1920 x 1080, which takes a tenth of a second
 SMALL_PIXELS = 1 << 21
 SMALL_SECONDS = 2.0
-SPOILED = OutriderError("the image took too much memory or time to decode, and was refused")
+SPOILED = "the image took too much memory or time to decode, and was refused"
 KEPT = 64  # images whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other pixels, other digests
 
@@ -124,7 +124,7 @@ class DecodingProcess(ChildProcess):
         try:
             said = self.call(HEAD.pack(tokens, side, self._max_pixels) + data)
         except ChildLost:
-            raise SPOILED from None
+            raise OutriderError(SPOILED) from None
         good, height, width = REPLY.unpack_from(said)
         body = said[REPLY.size :]
         if not good:
