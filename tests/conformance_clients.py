@@ -243,6 +243,43 @@ many("responses", {
 })  # fmt: skip
 
 
+# ---- Open WebUI, over either API
+
+
+@case
+def open_webui(api: Api) -> None:
+    """It lists models, streams with usage whatever the user set, and asks for a title and tags in the background."""
+    cards = api.http.get("/v1/models", headers={"Authorization": "Bearer none"}).json()["data"]
+    assert [card["id"] for card in cards] == ["fake"] and all(card.get("name", "fake") for card in cards)
+    said = [{"role": "system", "content": "be brief"}, *HI]
+    streamed = {
+        "model": "fake",
+        "messages": said,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "top_p": 0.9,
+        "max_tokens": 8,
+        "logit_bias": {"5": 0},
+        "metadata": {"chat_id": "a"},
+    }
+    events = api.lines("/v1/chat/completions", streamed)
+    assert events[-1]["usage"]["completion_tokens"] > 0 and events[-1]["choices"] == []
+    task = {"model": "fake", "messages": HI, "stream": False, "max_completion_tokens": 1000, "stop": ["\n"]}
+    assert len(api.post("/v1/chat/completions", task)["choices"]) == 1
+
+
+@case
+def open_webui_over_ollama(api: Api) -> None:
+    assert api.http.get("/api/version").json()["version"]
+    name = api.http.get("/api/tags").json()["models"][0]["model"]
+    assert api.http.get("/api/ps").json()["models"][0]["model"] == name
+    body = {"model": name, "messages": HI, "options": {"num_predict": 8, "temperature": 0}, "stream": True}
+    events = [json.loads(line) for line in api.http.post("/api/chat", json=body).text.splitlines()]
+    assert events[-1]["done"] and events[-1]["eval_count"] > 0
+    assert "".join(event["message"]["content"] for event in events)
+
+
 # ---- Ollama's
 
 OLLAMA: Any = {"model": "fake", "stream": False, "options": {"num_predict": 4, "temperature": 0}}
