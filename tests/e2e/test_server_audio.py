@@ -214,7 +214,8 @@ def test_too_many_and_fields_that_exclude_sound(served: Served) -> None:
         assert "can't be combined with sound" in message(chat(served, [INPUT_AUDIO], **more))
     long = base64.b64encode(tiny_audio.wav(tiny_audio.clip(31.0))).decode()
     part = {"type": "input_audio", "input_audio": {"data": long, "format": "wav"}}
-    assert "longer than 30 s" in message(chat(served, [part]))
+    answer = chat(served, [part])
+    assert "longer than 30 s" in message(answer) and answer.json()["error"]["code"] == "invalid_media"
 
 
 HOSTILE: list[Any] = [

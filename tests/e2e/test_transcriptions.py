@@ -177,6 +177,7 @@ def test_what_is_not_offered(served: Served, fields: dict[str, str], said: str) 
 def test_empty_fields_were_not_sent(served: Served, expected: str) -> None:
     answer = post(served, language="", prompt="", response_format="", temperature="", stream="")
     assert answer.json()["text"] == expected
+    assert post(served, language="auto").json()["text"] == expected
 
 
 def test_odd_requests(served: Served, llm: LLM, expected: str) -> None:

@@ -37,12 +37,15 @@ def check_media(media: Media, body: ChatRequest, model: ServedModel) -> None:
 def with_soft_tokens(ids: Sequence[int], media: Media, model: ServedModel, hosts: str) -> list[int]:
     """The prompt with its placeholders replaced. hosts: from which files may be fetched."""
     inputs: list[SoftInputs] = []
-    for items, encoder, kind in ((media.images, model.vision, IMAGE), (media.audio, model.audio, SOUND)):
-        if items:
-            assert not isinstance(encoder, str), "check_media has refused it"
-            _check_count(items, encoder)
-            inputs.append(SoftInputs(encoder, [_content(str(item), hosts, kind) for item in items]))
-    return expand(ids, inputs)
+    try:
+        for items, encoder, kind in ((media.images, model.vision, IMAGE), (media.audio, model.audio, SOUND)):
+            if items:
+                assert not isinstance(encoder, str), "check_media has refused it"
+                _check_count(items, encoder)
+                inputs.append(SoftInputs(encoder, [_content(str(item), hosts, kind) for item in items]))
+        return expand(ids, inputs)
+    except OutriderError as error:
+        raise bad(" ".join(str(error).split())[:300], "messages", "invalid_media") from error
 
 
 def _check_count(items: Sequence[object], encoder: SoftEncoder) -> None:

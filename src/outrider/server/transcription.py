@@ -76,7 +76,9 @@ class TranscriptionForm(FailFastModel):
     @field_validator("language")
     @classmethod
     def known_language(cls, value: str | None) -> str | None:
-        refuse(value is not None and language_name(value) is None, "send an ISO 639-1 code such as en, or leave it out")
+        if value is None or value.lower() == "auto":  # whisper.cpp's and faster-whisper's word for it
+            return None
+        refuse(language_name(value) is None, "send an ISO 639-1 code such as en, or leave it out")
         return value
 
 
@@ -141,12 +143,12 @@ class TranscriptionWire(Wire):
         return self._request(fields, FormPart(sound))
 
     def _request(self, fields: Mapping[str, object], file: FormPart) -> ChatRequest:
-        named = {name.removesuffix("[]"): value for name, value in fields.items() if value not in ("", None)}
+        sent = {name.removesuffix("[]"): value for name, value in fields.items() if value not in ("", None)}
         for name in ("timestamp_granularities", "include"):
             what = "timestamps" if name.startswith("time") else "log-probabilities"
-            if name in named:
+            if name in sent:
                 raise bad(f"{name}: {what} of transcriptions are not offered; leave it out.", name)
-        form = TranscriptionForm.model_validate(named)
+        form = TranscriptionForm.model_validate(sent)
         self.whole_type = "text/plain; charset=utf-8" if form.response_format == "text" else JSON_TYPE
         language = "" if form.language is None else language_name(form.language) or ""
         text = instruction(self._task, language, form.prompt)
