@@ -233,7 +233,8 @@ class RequestGuard:
             await refusal(state, api_error(e, id), path)(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self._settings.max_body} bytes (--max-body).", code="body_too_large")
+        message = f"The body is larger than {self._settings.max_body} bytes (--max-body)."
+        return ApiError(413, message, code="body_too_large")
 
     def _host(self, headers: dict[str, str]) -> None:
         """Refuses foreign host names on loopback (DNS rebinding)."""
