@@ -224,12 +224,13 @@ class KVStore:
             return True
         for name, group in self.groups.items():
             pages = seq.pages[name]
-            need = group.need(pages, positions if group.window is not None else max(positions, full_positions))
+            wanted = positions if group.window is not None else max(positions, full_positions)
+            need = group.need(pages, wanted)
             if not need:
                 continue
             if not self._free(name, need):
                 return False
-            added = group.reserve(pages, positions)
+            added = group.reserve(pages, wanted)
             at = seq.slot * self._width
             self._changed[name] += [(at + i, pages.pages[i]) for i in added]
             if name in self._ahead:

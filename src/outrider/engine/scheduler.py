@@ -127,6 +127,13 @@ class Scheduler:
         """Another step can make progress: paused sequences wait for a command, and give way to those that do not."""
         return any(not seq.paused for seq in self.running) or any(not seq.paused for seq in self.waiting)
 
+    def preempt_paused(self) -> bool:
+        """Take slot and pages of a paused sequence, if there is one: it gives way to whatever can progress."""
+        victim = self._youngest_paused()
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
     def _absent(self) -> frozenset[str]:
         """Clients without a part in the next step. Any step that has none of them has a sequence of another client."""
         if not self.background or not self.prefill.rows_are_dear or self._background_skips >= BACKGROUND_EVERY - 1:
@@ -195,10 +202,10 @@ class Scheduler:
             if seq is None:
                 return
             full = len(self.running) >= self.max_batch or self.cache.free_slots == 0
-            if full and not self._preempt_paused():
+            if full and not self.preempt_paused():
                 return
             if self._still_blocked(seq):
-                if self._preempt_paused():
+                if self.preempt_paused():
                     continue
                 return
             # the last token runs in the first decode step; a draft may need the hidden state of the one before it
@@ -251,13 +258,6 @@ class Scheduler:
 
     def _youngest_paused(self) -> Sequence | None:
         return next((seq for seq in reversed(self.running) if seq.paused), None)
-
-    def _preempt_paused(self) -> bool:
-        """Preempt a paused sequence, if there is one."""
-        victim = self._youngest_paused()
-        if victim is not None:
-            self._preempt(victim)
-        return victim is not None
 
     def _preempt(self, victim: Sequence) -> None:
         """Take its slot and pages; it is admitted again before the sequences that came after it."""

@@ -43,17 +43,18 @@ class ScoringJob(ABC):
         store = engine.store
         tokens = self.tokens
         if self._cache is None:
-            if not store.free_slots:
+            if not store.free_slots and not engine.scheduler.preempt_paused():
                 return True  # another sequence will finish
             self._cache, _ = store.open()
         begin = self._at
         # sliding groups hold a window and the rows that one pass may write
         end = min(begin + min(MAX_SCORED_ROWS, store.spec.chunk), self._count)
         if begin < end:
-            if not store.reserve(self._cache, end, full_positions=self._count):
-                self.close(engine)
-                room = f"no room in the cache to score {len(tokens)} tokens now"
-                raise OutriderError(f"{room}: try again, or with a shorter text")
+            while not store.reserve(self._cache, end, full_positions=self._count):
+                if not engine.scheduler.preempt_paused():
+                    self.close(engine)
+                    room = f"no room in the cache to score {len(tokens)} tokens now"
+                    raise OutriderError(f"{room}: try again, or with a shorter text")
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
             store.commit(self._cache, end)
             self._at = end

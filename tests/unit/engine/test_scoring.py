@@ -100,3 +100,36 @@ def test_the_sample_of_quality_figures_is_longer_than_windows(tmp_path: Path) ->
         kv = build_kv(config, 1, len(ids)).view([(0, len(ids) - 1)])
         truth = model.logits(model.forward(ids[:-1], kv).hidden)
     assert len(ids) > 150 and torch.allclose(logits, truth, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["llama", "dense"])
+def test_a_text_keeps_the_pages_that_it_has_reserved(variant: str) -> None:
+    """Only the pages of the first pass were taken: sequences that came later took the others, and a text was refused
+    in the middle."""
+    engine = tiny_engine(variant, max_batch=3, max_context=CONTEXT, kv_tokens=CONTEXT + 64)
+    scorer = Scorer(text(450), 0)
+    assert scorer.step(engine)
+    for name in ("a", "b"):
+        engine.submit(request(name, text(200)[::-1], max_tokens=60))
+    for _ in range(20):
+        engine.step()
+    finish(scorer, engine)
+    assert len(scorer.entries) == 450
+    while engine.busy:
+        engine.step()
+    assert engine.metrics.finished["length"] == 2
+    engine.check()
+
+
+def test_a_paused_request_gives_way_to_a_text() -> None:
+    """A client that did not read its answer held the pages, and texts of others were refused."""
+    engine = tiny_engine("dense", max_batch=2, max_context=CONTEXT, kv_tokens=CONTEXT + 4)
+    engine.submit(request("unread", text(200), max_tokens=100))
+    for _ in range(18):
+        engine.step()
+    engine.pause("unread", True)
+    finish(Scorer(text(511), 0), engine)
+    engine.pause("unread", False)
+    while engine.busy:
+        engine.step()
+    assert engine.metrics.finished["length"] == 1
