@@ -300,6 +300,51 @@ def test_the_file_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not folder.exists()
 
 
+def test_one_client_leaves_room_for_the_files_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with 256 files, or 256 MiB of them, shut out all others."""
+    monkeypatch.setattr(stores, "MAX_FILES", 8)
+    monkeypatch.setattr(stores, "MAX_FILE_BYTES", 80)
+    store = FileStore()
+    try:
+        many = [store.new("many", "x", "batch") for _ in range(7)]
+        with pytest.raises(ApiError, match=r"7 files of this client and 7 in all .* room for 7 and 8"):
+            store.new("many", "x", "batch")
+        other = store.new("other", "x", "batch")
+        store.append(many[0], b"x" * 70)
+        with pytest.raises(ApiError, match="of one client"):
+            store.append(many[1], b"x")
+        store.append(other, b"x" * 10)
+    finally:
+        store.close()
+
+
+def test_no_client_evicts_the_responses_and_batches_of_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest were evicted, whoever's: 1,024 short answers of one client took those of all others with them."""
+    monkeypatch.setattr(stores, "MAX_RESPONSES", 6)
+    monkeypatch.setattr(stores, "MAX_RESPONSE_BYTES", 4000)
+    store = ResponseStore()
+    for i in range(2):
+        store.put("few", [], [{"text": "x" * 600}], {"id": f"few {i}"})
+    for i in range(40):
+        store.put("many", [], [], {"id": f"many {i}"})
+    assert store.get("few", "few 0") and store.get("few", "few 1") and len(store._of) == 6
+    for i in range(4):
+        store.put("large", [], [{"text": "x" * 1500}], {"id": f"large {i}"})
+    assert store.get("few", "few 0") and store.get("large", "large 3") and store.bytes <= 4000
+    assert store.bytes == sum(map(len, store._of.values()))
+
+    monkeypatch.setattr(batches, "MOST_KEPT", 4)
+    clients = [served.client(key) for key in KEYS]
+    batch_ids = []
+    for client in (*clients, *[clients[1]] * 6):
+        file = client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch_ids.append(ended(client, batch.id).id)
+    assert clients[0].batches.retrieve(batch_ids[0]).status == "completed"
+    with pytest.raises(openai.NotFoundError):
+        clients[1].batches.retrieve(batch_ids[1])
+
+
 # ---- responses
 
 

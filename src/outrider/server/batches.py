@@ -23,7 +23,7 @@ from .answer import Json
 from .batch import ROUTES, BadLine, BatchLine, answer_lines, answered, answered_body, parse, read_lines
 from .errors import INTERNAL, ApiError, bad, where
 from .schema import Strict
-from .stores import ClientStore, FileStore, StoredFile, stored_id
+from .stores import ClientStore, FileStore, StoredFile, largest_holder, stored_id
 
 if TYPE_CHECKING:
     from .app import Server
@@ -100,7 +100,9 @@ class Batches(ClientStore[Batch]):
             message = f"{len(running)} batches run here; wait for one to end."
             raise ApiError(429, message, retry_after=60, code="too_many_batches")
         while len(self._of) >= MOST_KEPT:
-            del self._of[next(id for id, b in self._of.items() if b.status not in RUNNING)]
+            ended = [b for b in self._of.values() if b.status not in RUNNING]
+            largest = largest_holder((b.client, 1) for b in ended)
+            del self._of[next(b.id for b in ended if b.client == largest)]
         batch = Batch(client, request, source, id=stored_id("batch_", self.tag))
         self._of[batch.id] = batch
         batch.task = asyncio.get_running_loop().create_task(self._run(batch))

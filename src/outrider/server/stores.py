@@ -1,6 +1,7 @@
 """Stores for clients: /v1/files, the input and output files of batches, in a temporary folder, and the answers of
 the Responses API, which later requests may fetch or continue, in memory. Both are limited in number and bytes and end
-with the server. A client sees only its own."""
+with the server. A client sees only its own, and cannot take or evict what belongs to others: one client has at most
+seven eighths of the files, and the oldest response of the client with the most is evicted."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +29,19 @@ MAX_RESPONSE_BYTES = 64 << 20
 
 
 TAGGED_ID = re.compile(r"(?:file-|batch_|resp_)([0-9a-f]{8})-[0-9a-f]+")
+
+
+def share_of_client(limit: int) -> int:
+    """How much of a limit one client may have, so that it alone never shuts out the others."""
+    return limit - limit // 8
+
+
+def largest_holder(holdings: Iterable[tuple[str, int]]) -> str:
+    """The client with the most. `holdings`: client and amount of every object."""
+    amounts: Counter[str] = Counter()
+    for client, amount in holdings:
+        amounts[client] += amount
+    return amounts.most_common(1)[0][0]
 
 
 def stored_id(prefix: str, tag: str, unique: str | None = None) -> str:
@@ -105,23 +120,24 @@ class FileStore(ClientStore[StoredFile]):
         """Made with the first file; only its owner can read it."""
         return tempfile.TemporaryDirectory(prefix="outrider-files-")
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.size for file in self._of.values())
-
     def new(self, client: str, name: str, purpose: str) -> StoredFile:
-        if len(self._of) >= MAX_FILES:
-            message = f"{MAX_FILES} files are stored here, which is all there is room for: delete some."
-            raise ApiError(413, message, code="storage_full")
+        num_own = sum(file.client == client for file in self._of.values())
+        if len(self._of) >= MAX_FILES or num_own >= share_of_client(MAX_FILES):
+            message = f"{num_own} files of this client and {len(self._of)} in all are stored here"
+            limits = f"there is room for {share_of_client(MAX_FILES)} and {MAX_FILES}: delete some"
+            raise ApiError(413, f"{message}; {limits}.", code="storage_full")
         path = Path(self._folder.name) / uuid.uuid4().hex
         file = StoredFile(client, name[:200], purpose, path=path, id=stored_id("file-", self.tag))
         self._of[file.id] = file
         return file
 
     def append(self, file: StoredFile, data: bytes) -> None:
-        if self.total_bytes + len(data) > MAX_FILE_BYTES:
-            message = f"The stored files would take more than {MAX_FILE_BYTES >> 20} MiB together: delete some."
-            raise ApiError(413, message, code="storage_full")
+        total = sum(one.size for one in self._of.values()) + len(data)
+        own = sum(one.size for one in self._of.values() if one.client == file.client) + len(data)
+        share = share_of_client(MAX_FILE_BYTES)
+        if total > MAX_FILE_BYTES or own > share:
+            limits = f"{MAX_FILE_BYTES >> 20} MiB together, or more than {share >> 20} MiB of one client"
+            raise ApiError(413, f"The stored files would take more than {limits}: delete some.", code="storage_full")
         with file.path.open("ab") as out:
             out.write(data)
         file.size += len(data)
@@ -159,9 +175,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Answers, the least recently used of which go first. Bodies are read in other threads than answers are written in:
-    hence the lock. They are kept as JSON text: as objects, 64 MB of it could be a gigabyte, which every full garbage
-    collection walks."""
+    """Answers, of which the least recently used one of the client with the most is evicted first.
+
+    Bodies are read in other threads than answers are written in: hence the lock. They are kept as JSON text: as
+    objects, 64 MB of it could be a gigabyte, which every full garbage collection walks.
+    """
 
     def __init__(self, tag: str = "") -> None:
         """`tag`: of the replica that stores them, in a cluster."""
@@ -177,8 +195,15 @@ class ResponseStore:
         with self._lock:
             self._of[client, str(response["id"])] = text
             self.bytes += len(text)
-            while len(self._of) > MAX_RESPONSES or self.bytes > MAX_RESPONSE_BYTES:
-                self.bytes -= len(self._of.popitem(last=False)[1])
+            while len(self._of) > MAX_RESPONSES:
+                self._evict_of(largest_holder((client, 1) for client, _ in self._of))
+            while self.bytes > MAX_RESPONSE_BYTES:
+                self._evict_of(largest_holder((client, len(stored)) for (client, _), stored in self._of.items()))
+
+    def _evict_of(self, client: str) -> None:
+        """Evicts the least recently used response of this client."""
+        oldest = next(key for key in self._of if key[0] == client)
+        self.bytes -= len(self._of.pop(oldest))
 
     def get(self, client: str, id: str, param: str | None = None) -> StoredResponse:
         """param: the field of a request that names it, which is then the one at fault."""
