@@ -71,8 +71,9 @@ def post(s: Served, **body: Any) -> httpx.Response:
     return answer
 
 
-def raw(s: Served, data: bytes, small: bool = False) -> socket.socket:
+def raw(s: Served, data: bytes, small: bool = False, address: str = "127.0.0.1") -> socket.socket:
     connection = socket.socket()
+    connection.bind((address, 0))
     if small:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", s.port))
@@ -359,6 +360,42 @@ def test_at_the_cap_silent_connections_make_room() -> None:
             assert s.http.get("/health").status_code == 200
         assert len(s.server.connections.open) <= 8
         for connection in silent:
+            connection.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses of the loopback network")
+def test_at_the_cap_the_client_with_the_most_connections_makes_room() -> None:
+    """The connection that had waited longest was replaced, whoever's: a flood of connections ended the slow upload of
+    another client."""
+    whole = request("/v1/chat/completions", {"messages": HI, "max_tokens": 3})
+    with Served(FakeEngine(TOK), TOK, max_connections=8) as s:
+        slow = raw(s, whole[:-5])
+        until(lambda: len(s.server.connections.waiting) == 1)
+        flood = [raw(s, b"", address="127.0.0.2") for _ in range(30)]
+        until(lambda: s.server.connections.closed >= 23)
+        slow.sendall(whole[-5:])
+        slow.settimeout(PATIENCE)
+        assert b" 200 OK" in slow.recv(4096)
+        for connection in (slow, *flood):
+            connection.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses of the loopback network")
+def test_at_the_cap_answers_that_nobody_reads_make_room() -> None:
+    """A client that asked for files on all connections and read none shut out the others for a minute."""
+    with Served(FakeEngine(TOK), TOK, max_connections=8) as s:
+        other = httpx.Client(base_url=s.url, transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=PATIENCE)
+        form = {"file": ("x.jsonl", b"x" * (2 << 20))}
+        with other:
+            file = other.post("/v1/files", files=form, data={"purpose": "batch"}).json()["id"]
+        get = f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        unread = [raw(s, get, small=True, address="127.0.0.2") for _ in range(8)]
+        until(lambda: len(s.server.connections.unread) == 8)
+        late = raw(s, get, address="127.0.0.2")
+        late.settimeout(PATIENCE)
+        assert b"503" in late.recv(4096), "its own make no room"
+        assert s.http.get("/health").status_code == 200
+        for connection in (*unread, late):
             connection.close()
 
 

@@ -2,8 +2,9 @@
 
 A connection waits for a request's head, for its body, for its answer to be written, or for the next request. Each wait
 has a limit, counted from its beginning: a client that sends a byte now and then does not prolong it. When
-`max_connections` are open, a new one replaces the one that has waited longest for its client; if none waits, the new
-one gets 503. All of this runs on the event loop.
+`max_connections` are open, a new one replaces one that waits for its client, of the address with the most connections
+the one that has waited longest; if none waits, one whose answer is not read, of an address with more connections than
+its own; else it gets 503. All of this runs on the event loop.
 
 A client that has sent its request may close its half of the connection and still read (`nc -N`), and looks exactly like
 one that has left. An interim response (100 Continue) tells which: the system of one that has left answers with a reset.
@@ -15,6 +16,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
@@ -45,9 +47,19 @@ class Connections:
         self.settings = settings
         self.standing = standing
         self.most = cap(settings.max_connections)
-        self.waiting: dict[BoundedProtocol, None] = {}  # for their client, the longest first
+        # for their client, the longest first: for something it sends, and for it to read
+        self.waiting: dict[BoundedProtocol, None] = {}
+        self.unread: dict[BoundedProtocol, None] = {}
         self.open: set[BoundedProtocol] = set()
         self.closed = 0  # so far
+
+    def to_replace(self, newcomer: BoundedProtocol) -> BoundedProtocol | None:
+        """The connection that makes room for a new one: a client with many does not shut out those with few."""
+        counts = Counter(one.address for one in self.open)
+        if self.waiting:
+            return max(self.waiting, key=lambda one: counts[one.address])  # the first of several: the longest waiting
+        unread = max(self.unread, key=lambda one: counts[one.address], default=None)
+        return unread if unread is not None and counts[unread.address] > counts[newcomer.address] else None
 
 
 def cap(wanted: int) -> int:
@@ -72,6 +84,10 @@ class BoundedProtocol(H11Protocol):
 
     # ---- the connection
 
+    @property
+    def address(self) -> str:
+        return "" if self.client is None else self.client[0]
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         shared = self._shared
@@ -81,11 +97,11 @@ class BoundedProtocol(H11Protocol):
             transport.set_write_buffer_limits(WRITE_BUFFER)
         shared.open.add(self)
         if len(shared.open) > shared.most:
-            longest = next(iter(shared.waiting), None)
-            if longest is None:
+            replaced = shared.to_replace(self)
+            if replaced is None:
                 self._end(503, "Too many connections; try again in a moment.")
                 return
-            longest.give_way()
+            replaced.give_way()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -166,9 +182,10 @@ class BoundedProtocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
         self._shared.waiting.pop(self, None)
+        self._shared.unread.pop(self, None)
         if seconds is not None:
-            if phase != "unread":  # a stream makes no room for others
-                self._shared.waiting[self] = None
+            group = self._shared.unread if phase == "unread" else self._shared.waiting
+            group[self] = None
             self._timer = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
@@ -183,7 +200,7 @@ class BoundedProtocol(H11Protocol):
             self._end(408, "The request did not arrive in time.")
 
     def give_way(self) -> None:
-        """Another connection needs the place; this one's client has kept us waiting longest."""
+        """Another connection needs the place."""
         self._shared.open.discard(self)
         self._enter("closed", None)
         self.transport.abort()
