@@ -23,7 +23,7 @@ import pytest
 from tests import tiny
 from tests.lora import write_adapter
 from tests.running import running
-from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import PATIENCE, until
 
 from outrider import LLM
@@ -219,6 +219,28 @@ def test_no_edit_of_the_keys_under_traffic_gives_a_client_what_is_another_s(tmp_
                 identities[name].add((request.client, request.namespace))
     assert {name: len(found) for name, found in identities.items()} == dict.fromkeys(NAMES, 1)
     assert len({namespace for found in identities.values() for _, namespace in found}) == len(NAMES)
+
+
+def test_a_client_sees_only_its_own_running_requests() -> None:
+    """/slots told every client how long the prompts and answers of all others were."""
+    engine = FakeEngine(TOK, hold=2)
+    with Served(engine, TOK, api_keys=("alice", "bob")) as served:
+
+        def slots(name: str) -> list[Any]:
+            answer = served.http.get("/slots", headers={"Authorization": f"Bearer {name}"})
+            assert answer.status_code == 200
+            running: list[Any] = answer.json()
+            return running
+
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        headers = {"Authorization": "Bearer alice"}
+        with served.http.stream("POST", CHAT, headers=headers, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            until(lambda: len(slots("alice")) == 1)
+            assert slots("bob") == []
+            engine.go.set()
+            assert "data: [DONE]" in lines
 
 
 def test_an_identity_is_no_place_in_a_list_and_not_the_key() -> None:

@@ -19,6 +19,7 @@ from .answer import Json, Wire
 from .anthropic import AnthropicWire
 from .batches import BatchRequest
 from .errors import ApiError
+from .limits import has_key
 from .multipart import read_form
 from .openai import OpenAIWire
 from .prepare import Preparer
@@ -280,10 +281,14 @@ async def metrics(server: Server, request: Request) -> Response:
 
 
 async def list_slots(server: Server, request: Request) -> Response:
-    """Running sequences, and how far their prompts are read, in llama.cpp's fields. No text."""
+    """Running sequences, and how far their prompts are read, in llama.cpp's fields. No text. Where clients have keys,
+    each sees its own."""
+    client = client_of(request)
     slots: list[Json] = []
     for model in server.pool.loaded:
         for id, progress in model.runner.progress.items():
+            if has_key(client) and progress.request.client != client:
+                continue
             slots.append(
                 {
                     "id": len(slots),

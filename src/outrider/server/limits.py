@@ -99,9 +99,14 @@ def client_of(key: bytes) -> str:
     return CLIENT_PREFIX + hashlib.blake2b(key, digest_size=16, person=b"outrider-client").hexdigest()
 
 
+def has_key(client: str) -> bool:
+    """True if the client is known by a key, not by its address."""
+    return client.startswith(CLIENT_PREFIX)
+
+
 def prefix_namespace(client: str) -> bytes:
     """Salt that separates the cached prefixes of this client from those of others. Clients without a key share one."""
-    if not client.startswith(CLIENT_PREFIX):
+    if not has_key(client):
         return b""
     return hashlib.blake2b(client.encode(), digest_size=16, person=b"outrider-prefix").digest()
 
