@@ -138,7 +138,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         pickled = " (adapter_model.bin can run code when it is read: save the adapter as safetensors)"
         raise OutriderError(f"{folder} has no {TENSORS}{pickled if (folder / 'adapter_model.bin').is_file() else ''}")
     pairs: Pairs = {}
-    for key, entry in read_header(folder / TENSORS).items():
+    for key, entry in read_header(folder / TENSORS, mapped=False).items():
         match = KEY.fullmatch(key)
         if match is None:
             raise OutriderError(f"{folder}: tensor {key[:120]} is no LoRA matrix, which is not supported")
@@ -210,7 +210,7 @@ def _check_complete(
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
     require(path.suffix == ".gguf", f"{path} is neither a PEFT folder nor a .gguf file")
-    file = gguf.read(path)
+    file = gguf.read(path, mapped=False)
     if (file.meta.get("general.type"), file.meta.get("adapter.type")) != ("adapter", "lora"):
         raise OutriderError(f"{path} is not a LoRA adapter (general.type adapter, adapter.type lora)")
     if file.arch != (config.model_type if config.model_type in ARCHITECTURES else config.family):

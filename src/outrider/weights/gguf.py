@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ops.gguf_blocks import BLOCKS
 from ..types import OutriderError
-from .mapped import ITEM_BYTES, Mapped, TensorEntry
+from .mapped import ITEM_BYTES, Mapped, ReadFile, TensorEntry, TensorFile, pointer
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING = 8
@@ -42,8 +42,8 @@ class GGUF:
         return str(self.meta.get("general.architecture", "unknown"))
 
 
-def read(path: Path) -> GGUF:
-    file = Mapped(path)
+def read(path: Path, mapped: bool = True) -> GGUF:
+    file = Mapped(path) if mapped else ReadFile(path)
     try:
         return _Reader(file).read()
     except (struct.error, IndexError):
@@ -51,10 +51,10 @@ def read(path: Path) -> GGUF:
 
 
 class _Reader:
-    def __init__(self, file: Mapped) -> None:
+    def __init__(self, file: TensorFile) -> None:
         self.file = file
         self.at = 0
-        self.view = memoryview(file.data)  # type: ignore[arg-type]
+        self.view = memoryview(file.header())  # type: ignore[arg-type]
 
     def bad(self, what: str) -> OutriderError:
         return OutriderError(f"{self.file.path} is not a sound GGUF file: {what}; fetch it again")
@@ -122,7 +122,7 @@ class _Reader:
 
     def read(self) -> GGUF:
         if bytes(self.view[:4]) != b"GGUF":
-            raise OutriderError(f"{self.file.path} is not a GGUF file ({self.file.pointer or 'wrong magic'})")
+            raise OutriderError(f"{self.file.path} is not a GGUF file ({pointer(self.file) or 'wrong magic'})")
         self.at = 4
         version = self.number("<I")
         if version not in (2, 3):

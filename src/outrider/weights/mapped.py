@@ -1,5 +1,8 @@
 """Memory-mapped files and the places of tensors in them. Torch-free: `weights.source` reads tensors from them.
 
+Models are mapped. Adapters are read: a server loads them while it runs, and a mapped file that is truncated at that
+moment ends the process (SIGBUS).
+
 A tensor is rows of bytes: everything but the last dimension is flattened into rows. `release` gives pages of the file
 back to the system, so that loading never holds both file and tensors in memory.
 """
@@ -16,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from ..ops.gguf_blocks import BLOCKS
-from ..types import bad_input
+from ..types import bad_input, require
 
+MAX_READ_HEADER = 64 << 20  # bytes of an adapter's header: a name and a shape for each of its tensors
 ITEM_BYTES = {  # of the dense types
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -36,11 +40,9 @@ class Mapped:
             self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
         self.data = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
 
-    @property
-    def pointer(self) -> str | None:
-        """Advice for a file that is only a pointer, as in a repository cloned without Git LFS."""
-        lfs = self.data[:24].tobytes() == b"version https://git-lfs."
-        return "a Git LFS pointer: `git lfs pull` fetches it" if lfs else None
+    def header(self) -> np.ndarray:
+        """Bytes that begin with the file's header."""
+        return self.data
 
     def release(self, start: int, length: int) -> None:
         """Releases the pages wholly or partly inside; the next access reads them from the file again."""
@@ -49,11 +51,50 @@ class Mapped:
             self._map.madvise(mmap.MADV_DONTNEED, first, min(start + length, self.size) - first)
 
 
+class ReadFile:
+    """One file that is read where it is accessed, by slices of `data`. If it is replaced, the old content is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with bad_input(OSError, lambda e: f"cannot read {path}: {e.strerror or e}"):
+            self._file = open(path, "rb")  # noqa: SIM115  # closed with this object
+            self.size = self._file.seek(0, 2)
+
+    @property
+    def data(self) -> ReadFile:
+        return self
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.size)
+        data = np.empty(max(0, stop - start), np.uint8)
+        with bad_input(OSError, lambda e: f"cannot read {self.path}: {e.strerror or e}"):
+            self._file.seek(start)
+            num_bytes = self._file.readinto(data.data)
+        require(num_bytes == len(data), f"{self.path} became shorter while it was read; load it again")
+        return data
+
+    def header(self) -> np.ndarray:
+        """Bytes that begin with the file's header, which in a file of this kind is short."""
+        return self[:MAX_READ_HEADER]
+
+    def release(self, start: int, length: int) -> None:
+        """Does nothing: no memory is held."""
+
+
+TensorFile = Mapped | ReadFile
+
+
+def pointer(file: TensorFile) -> str | None:
+    """Advice for a file that is only a pointer, as in a repository cloned without Git LFS."""
+    lfs = file.data[:24].tobytes() == b"version https://git-lfs."
+    return "a Git LFS pointer: `git lfs pull` fetches it" if lfs else None
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """A tensor's location. `order`: of its rows (of a vector its elements); Llama's GGUF files permute q and k."""
 
-    file: Mapped
+    file: TensorFile
     kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS
     shape: tuple[int, ...]
     start: int

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..models.config import ForeignDict
 from ..models.names import normalise
 from ..types import OutriderError, require
-from .mapped import ITEM_BYTES, Mapped, TensorEntry, TensorSource
+from .mapped import ITEM_BYTES, Mapped, ReadFile, TensorEntry, TensorSource, pointer
 
 MAX_HEADER = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
@@ -64,14 +64,15 @@ def open_folder(folder: Path, config: ForeignDict) -> TensorSource:
     return TensorSource(str(folder), entries, json.dumps(lasting, sort_keys=True).encode())
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path, mapped: bool = True) -> dict[str, TensorEntry]:
     """{normalised name: entry} of one file. Every offset is proven to lie in the file and to match its shape."""
-    file = Mapped(path)
+    file = Mapped(path) if mapped else ReadFile(path)
 
     def bad(what: str) -> OutriderError:
         return OutriderError(f"{path} is not a sound safetensors file: {what}; fetch it again")
 
-    require(file.pointer is None, f"{path} is not a safetensors file ({file.pointer})")
+    advice = pointer(file)
+    require(advice is None, f"{path} is not a safetensors file ({advice})")
     if file.size < 8:
         raise bad("it is shorter than a header")
     length = int.from_bytes(file.data[:8].tobytes(), "little")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from tests.lora import write_adapter
 
 from outrider.models.config import ModelConfig
 from outrider.types import OutriderError
-from outrider.weights.adapter import read_adapter
+from outrider.weights.adapter import LoraUpdate, read_adapter
 
+ROOT = Path(__file__).resolve().parents[3]
 LLAMA = ModelConfig.from_hf(VARIANTS["llama"])
 MOE = ModelConfig.from_hf(VARIANTS["moe"])
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -170,13 +173,12 @@ META: dict[str, str | float] = {
 }
 
 
-def test_a_gguf_adapter_is_the_peft_one(tmp_path: Path) -> None:
-    """Rows of q and k are permuted there, as llama.cpp's converter writes them."""
-    want = read_adapter(write_adapter(LLAMA, tmp_path / "a"), LLAMA).updates
+def gguf_tensors(updates: Mapping[str, LoraUpdate]) -> dict[str, torch.Tensor]:
+    """Rows of q and k are permuted, as llama.cpp's converter writes them."""
     parts = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "up_proj": "ffn_up"}
     parts |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down"}
     stored = {}
-    for source, update in want.items():
+    for source, update in updates.items():
         _, _, layer, _, module, _ = source.split(".")
         b = update.b
         if module in ("q_proj", "k_proj"):
@@ -184,6 +186,12 @@ def test_a_gguf_adapter_is_the_peft_one(tmp_path: Path) -> None:
             b = b.view(heads, 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
         stored[f"blk.{layer}.{parts[module]}.weight.lora_a"] = update.a
         stored[f"blk.{layer}.{parts[module]}.weight.lora_b"] = b
+    return stored
+
+
+def test_a_gguf_adapter_is_the_peft_one(tmp_path: Path) -> None:
+    want = read_adapter(write_adapter(LLAMA, tmp_path / "a"), LLAMA).updates
+    stored = gguf_tensors(want)
     write_gguf(tmp_path / "a.gguf", META, stored)
     got = read_adapter(tmp_path / "a.gguf", LLAMA)
     assert {name: (u.a.tolist(), u.b.tolist(), u.scale) for name, u in got.updates.items()} == {
@@ -201,3 +209,39 @@ def test_a_gguf_adapter_is_the_peft_one(tmp_path: Path) -> None:
         write_gguf(tmp_path / "b.gguf", meta, kept)
         with pytest.raises(OutriderError, match=said):
             read_adapter(tmp_path / "b.gguf", LLAMA)
+
+
+TRUNCATED = """
+import os, sys
+from tests.engines import VARIANTS
+from outrider.models.config import ModelConfig
+from outrider.types import OutriderError
+from outrider.weights import adapter
+
+path, file = sys.argv[1:]
+find = adapter._matrix
+
+def truncate(*args):
+    os.truncate(file, 0)
+    return find(*args)
+
+adapter._matrix = truncate
+try:
+    adapter.read_adapter(path, ModelConfig.from_hf(VARIANTS["llama"]))
+except OutriderError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["peft", "gguf"])
+def test_a_file_that_is_truncated_while_it_is_read_is_one_line(tmp_path: Path, kind: str) -> None:
+    """It was mapped: a server that loads an adapter while a trainer writes it ended with SIGBUS."""
+    path = write_adapter(LLAMA, tmp_path / "a")
+    file = path / "adapter_model.safetensors"
+    if kind == "gguf":
+        path = file = tmp_path / "a.gguf"
+        write_gguf(file, META, gguf_tensors(read_adapter(tmp_path / "a", LLAMA).updates))
+    command = [sys.executable, "-c", TRUNCATED, str(path), str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{file} became shorter while it was read" in ended.stdout
