@@ -13,12 +13,14 @@ import numpy as np
 from outrider.engine.text import Tokenizer
 
 TOOLS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "tool_schemas.json").read_text())
-# keywords of those schemas that no grammar enforces: they are named in a header, and calls need not follow them
+# as pydantic's model_json_schema and zod's two converters write them
+CLIENT_SCHEMAS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "client_schemas.json").read_text())
+# keywords of the tools' schemas that no grammar enforces: they are named in a header, and calls need not follow them
 UNENFORCED = {"set_preferences": ["uniqueItems"], "register": ["if"], "set_password": ["pattern", "format", "not"]}
 
 
 def expected_note(tool: dict[str, Any], gemma: bool) -> str:
-    keywords = UNENFORCED.get(tool["name"], [])
+    keywords = UNENFORCED.get(tool["name"], tool.get("gemma_ignores" if gemma else "json_ignores", []))
     if tool["name"] == "firecrawl_search" and not gemma:
         keywords = ["maxLength", "minLength"]  # llguidance cannot intersect them with a host name's pattern
     return f"{tool['name']}: {', '.join(keywords)}" if keywords else ""
@@ -26,7 +28,7 @@ def expected_note(tool: dict[str, Any], gemma: bool) -> str:
 
 def relaxed(tool: dict[str, Any]) -> Any:
     """The tool's schema without the keywords that are not enforced, in today's spelling of tuples and bounds."""
-    dropped = set(UNENFORCED.get(tool["name"], []))
+    dropped = {*UNENFORCED.get(tool["name"], []), *tool.get("json_ignores", [])}
 
     def walk(node: Any, names: bool = False) -> Any:
         if isinstance(node, list):

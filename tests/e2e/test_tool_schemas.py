@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 from tests.server_fakes import FakeEngine, Served, tokenizer
-from tests.tool_schemas import TOOLS, compact_choice, expected_note, relaxed
+from tests.tool_schemas import CLIENT_SCHEMAS, TOOLS, compact_choice, expected_note, relaxed
 
 from outrider.engine.step import Request
 from outrider.engine.text import Tokenizer
@@ -21,6 +21,7 @@ from outrider.engine.text import Tokenizer
 HI: Any = [{"role": "user", "content": "Please help."}]
 TEMPLATES = Path(__file__).parents[1] / "data" / "gemma4" / "templates"
 CONTEXT = 1 << 15
+FUNCTION_KEYS = {"name", "description", "parameters"}
 PICKY = {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 3}}}, "required": ["a"]}
 
 
@@ -37,7 +38,7 @@ def gemma(template: str = "gemma4_v5.jinja") -> Tokenizer:
 
 
 def tool(described: dict[str, Any], strict: bool | None = None) -> dict[str, Any]:
-    function = {name: described[name] for name in ("name", "description", "parameters")}
+    function = {"description": "d"} | {key: described[key] for key in described.keys() & FUNCTION_KEYS}
     return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
 
 
@@ -65,7 +66,7 @@ def test_published_tools_with_gemma_4s_template() -> None:
     said = ""
     engine.say = say
     with Served(engine, tok, max_context=CONTEXT) as s:
-        for described in TOOLS:
+        for described in TOOLS + CLIENT_SCHEMAS:
             name = described["name"]
             body = {"messages": HI, "tools": [tool(described)], "seed": 1, "max_tokens": 8000}
             forced = s.http.post(
@@ -98,7 +99,7 @@ def spelled(value: Any) -> str:
 @pytest.mark.parametrize("template", sorted(path.name for path in TEMPLATES.iterdir()))
 def test_no_revision_of_the_template_refuses_a_published_tool(template: str) -> None:
     tok = gemma(template)
-    for described in TOOLS:
+    for described in TOOLS + CLIENT_SCHEMAS:
         assert described["name"] in tok.render(HI, tools=[tool(described)])
 
 

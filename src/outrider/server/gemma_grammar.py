@@ -74,6 +74,7 @@ class _Writer:
     root: dict[str, Json]
     notes: SchemaNotes
     references: dict[str, str] = field(default_factory=dict)  # $ref -> rule name; schemas may be recursive
+    merged: dict[str, str] = field(default_factory=dict)  # JSON of a schema with allOf or anyOf -> rule name
 
     def __post_init__(self) -> None:
         self._merger = SchemaMerger(self._resolve)
@@ -93,6 +94,21 @@ class _Writer:
             return "any"
         if "$ref" in schema and schema.keys() - ANNOTATION_KEYS == {"$ref"}:
             return self._reference(str(schema["$ref"]))
+        if not schema.keys() & {"$ref", "allOf", "anyOf"}:
+            return self._plain(schema)
+        key = json.dumps(schema, sort_keys=True)
+        if key not in self.merged:
+            name = self._new("any")  # what a value refers to while its own rule is written
+            self.merged[key] = name
+            try:
+                self.rules[name] = self._merge(schema)
+            except NoValue:
+                del self.merged[key]
+                raise
+        return self.merged[key]
+
+    def _merge(self, schema: Mapping[str, Json]) -> str:
+        """The rule of a schema with references or alternatives."""
         try:
             flat = self._merger.flatten(schema)
         except TooComplexToMerge:
@@ -111,7 +127,7 @@ class _Writer:
             values = [value for value in listed if _valid(value, schema)]
             if not values:
                 raise NoValue
-            return self._new(" | ".join(map(self._literal, values)))
+            return self._listed(values)
         types = schema.get("type", list(ALL_TYPES))
         if isinstance(types, list):
             return self._alternatives([{**schema, "type": name} for name in types])
@@ -303,6 +319,18 @@ class _Writer:
         if not parts:
             return "string"
         return self._new(f"{self.quote} {self._new(' & '.join(parts), 'R')} {self.quote}")
+
+    def _listed(self, values: Sequence[Json]) -> str:
+        """The rule of listed values. Texts are one terminal, and so are numbers and words: the compiler follows no more
+        than 2,000 alternatives of a rule."""
+        texts = [quote_literal(value) for value in values if isinstance(value, str) and value]
+        words = [quote_literal(json.dumps(value)) for value in values if not isinstance(value, (str, Mapping, list))]
+        rules = [self._literal(value) for value in values if isinstance(value, (Mapping, list)) or value == ""]
+        if texts:
+            rules.append(f"{self.quote} {self._new(' | '.join(texts), 'R')} {self.quote}")
+        if words:
+            rules.append(self._new(" | ".join(words), "R"))
+        return self._new(" | ".join(rules))
 
     def _literal(self, value: Json) -> str:
         if isinstance(value, str):

@@ -117,7 +117,7 @@ class _CallsGrammar:
         accepted = []
         unenforced = set()
         for function in functions:  # one by one: the compiler silently drops an alternative that nothing matches
-            error = compiler_error(self.write([function])[0])
+            error = self._error(function)
             if error and function.strict:
                 raise OutriderError(f"tool '{function.name}': {first_line(error)}")
             if error:
@@ -129,6 +129,13 @@ class _CallsGrammar:
             if note.tool in unenforced:
                 note.keywords.append("its whole schema")
         return text, notes
+
+    def _error(self, function: ToolFunction) -> str:
+        """Why a function's whole schema makes no grammar; empty if it makes one."""
+        try:
+            return compiler_error(self.write([function])[0])
+        except (RecursionError, ValueError) as error:
+            return str(error)
 
     def write(self, functions: Sequence[ToolFunction]) -> tuple[str, list[SchemaNotes]]:
         notes = [SchemaNotes(function.name, function.strict) for function in functions]

@@ -41,8 +41,10 @@ class SchemaMerger:
             out = self.both(out, part, depth + 1)
         if "anyOf" not in schema:
             return out
-        alternatives = [self.both(out, part, depth + 1) for part in _list(schema["anyOf"])]
-        return _any_of(alternatives)
+        alternatives = _list(schema["anyOf"])
+        if out == {}:  # nothing to merge: a reference stays one, so a schema may contain itself
+            return {"anyOf": alternatives}
+        return _any_of([self.both(out, part, depth + 1) for part in alternatives])
 
     def both(self, a: Json, b: Json, depth: int = 0) -> Json:
         """A schema of the values that match both."""
@@ -129,7 +131,7 @@ class SchemaMerger:
 def _any_of(alternatives: list[Json]) -> Json:
     flat: list[Json] = []
     for part in alternatives:
-        flat += _list(part["anyOf"]) if isinstance(part, Mapping) and "anyOf" in part else [part]
+        flat += _list(part["anyOf"]) if isinstance(part, Mapping) and part.keys() == {"anyOf"} else [part]
     possible = [part for part in flat if part is not False]
     if len(possible) > MAX_ALTERNATIVES:
         raise TooComplexToMerge

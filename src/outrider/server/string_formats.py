@@ -43,6 +43,9 @@ DURATION = (
     r"|T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))"
 )
 ANY_TEXT = r"(?:.|\n)"
+WORD_CHARACTERS = "A-Za-z0-9_"
+ASCII_CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": f"[{WORD_CHARACTERS}]", r"\W": f"[^{WORD_CHARACTERS}]"}
+ASCII_IN_CLASS = {r"\d": "0-9", r"\w": WORD_CHARACTERS}
 FORMATS = {
     "date-time": f"{DAYS}[Tt]{TIME}",
     "date": DAYS,
@@ -73,8 +76,18 @@ def whole(pattern: str) -> str:
             raise ValueError("an anchor inside the pattern")
         before = "" if start else ANY_TEXT + "*"
         after = "" if end else ANY_TEXT + "*"
-        alternatives.append(f"{before}(?:{''.join(body)}){after}")
+        alternatives.append(f"{before}(?:{_in_ascii(body)}){after}")
     return alternatives[0] if len(alternatives) == 1 else "(?:" + "|".join(alternatives) + ")"
+
+
+def _in_ascii(atoms: list[str]) -> str:
+    """The expression with digits and word characters as ECMA-262 has them; the compiler's own cover all of Unicode."""
+    out = []
+    in_class = False
+    for atom in atoms:
+        out.append((ASCII_IN_CLASS if in_class else ASCII_CLASSES).get(atom, atom))
+        in_class = atom != "]" if in_class else atom == "["
+    return "".join(out)
 
 
 @lru_cache(1024)

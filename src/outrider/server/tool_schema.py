@@ -66,7 +66,9 @@ def enforceable(function: ToolFunction, notes: SchemaNotes) -> dict[str, Json]:
     """The function's parameters as an object schema whose references all point to `#` or to `#/$defs/...`."""
     reader = _SchemaReader(function.parameters, notes)
     root = reader.read({"type": "object", **function.parameters})
-    assert isinstance(root, dict)
+    if not isinstance(root, dict):
+        notes.ignore("not", "no arguments match this schema")
+        root = {"type": "object"}
     if root.get("properties") == {} and not {"additionalProperties", "patternProperties"} & root.keys():
         root["additionalProperties"] = False  # a function without parameters
     while reader.pending:
@@ -111,6 +113,8 @@ class _SchemaReader:
         if not isinstance(node, Mapping):
             raise OutriderError(f"tool '{self._notes.tool}': a schema must be an object")
         schema = _current_spelling(node)
+        if schema.get("not") in ({}, True):  # zod's never and undefined
+            return False
         out: dict[str, Json] = {}
         self._reference(schema, out)
         self._type(schema, out)
@@ -131,10 +135,10 @@ class _SchemaReader:
             out["$ref"] = "#"
         elif not isinstance(reference, str) or not reference.startswith("#/") or self.target(reference) is None:
             self._notes.ignore("$ref", f"{str(reference)[:60]!r} points nowhere in the schema")
+        elif reference not in self._names and len(self._names) >= MAX_REFERENCES:
+            self._notes.ignore("$ref", f"more than {MAX_REFERENCES} different references")
         else:
             if reference not in self._names:
-                if len(self._names) >= MAX_REFERENCES:
-                    raise OutriderError(f"tool '{self._notes.tool}': more than {MAX_REFERENCES} different references")
                 self._names[reference] = f"ref{len(self._names)}"
                 self.pending[reference] = self._names[reference]
             out["$ref"] = f"#/$defs/{self._names[reference]}"
@@ -235,6 +239,8 @@ class _SchemaReader:
                     self._alternatives(out, children)
                 elif keyword == "anyOf":
                     self._alternatives(out, children)
+                elif len(children) == 1 and _definition(children[0]) and "$ref" not in out:
+                    out["$ref"] = f"#/$defs/{_definition(children[0])}"  # draft 7 wrote notes beside a reference so
                 else:
                     out[keyword] = children
             elif parts is not None and parts != []:
@@ -320,6 +326,6 @@ def _names(value: Json) -> list[str]:
 def matches_pattern(pattern: str, text: str) -> bool:
     """Whether the pattern of `patternProperties` covers this name; an expression that Python cannot read does not."""
     try:
-        return re.search(pattern, text) is not None
+        return re.search(pattern, text, re.ASCII) is not None
     except re.error:
         return False

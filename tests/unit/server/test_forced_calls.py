@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 from tests.server_fakes import VOCAB, masks, tokenizer
-from tests.tool_schemas import TOOLS, compact_choice, expected_note, relaxed
+from tests.tool_schemas import CLIENT_SCHEMAS, TOOLS, compact_choice, expected_note, relaxed
 
 from outrider.engine.grammar import GrammarCompiler
 from outrider.server.grammar_source import GrammarSource, GrammarText, build, close_objects
@@ -57,7 +57,8 @@ DEFINITIONS = {
     "day": {"type": "integer", "minimum": 1, "maximum": 31},
     "node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}},
     "weird~/name": {"const": "w"},
-}
+    "chain": {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/chain"}, {"type": "null"}]}}, "required": ["next"]},
+}  # fmt: skip
 # a schema of the property `x`; values that it takes, and values that it refuses
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "integer bounds": ({"type": "integer", "minimum": 3, "maximum": 120}, [3, 99, 120], [2, 121, -5, 3.5]),
@@ -95,6 +96,9 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "allOf": ({"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]}, [2, 4], [1, 5]),
     "allOf of objects": ({"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"properties": {"b": {"type": "integer"}, "a": {"maximum": 3}}}]}, [{"a": 3}, {"a": 1, "b": 2}], [{"b": 1}, {"a": 4}]),
     "Gemini's types": ({"type": "INTEGER"}, [1], ["a"]),
+    "recursive in anyOf": ({"$ref": "#/$defs/chain"}, [{"next": None}, {"next": {"next": None}}], [{"next": 1}, {}]),
+    "digits of ASCII": ({"type": "string", "pattern": r"^\d\w[\w-]\W$"}, ["1a-!"], ["١a-!", "1é-!", "1a-a"]),
+    "never": ({"type": "object", "properties": {"a": {"not": {}}, "b": {"type": "integer"}}}, [{"b": 1}, {}], [{"a": 1}]),
 }  # fmt: skip
 
 
@@ -244,13 +248,42 @@ def test_patterns_without_an_automaton(pattern: str) -> None:
     assert not compiles(pattern)
 
 
+def test_an_enum_of_thousands_of_values_is_followed() -> None:
+    """The compiler follows 2,000 alternatives of a rule: the call ended in an error after its first token."""
+    values: list[Any] = [*(f"value {i}" for i in range(3000)), *range(3000), None, "", [1]]
+    built = grammar([("f", {"properties": {"x": {"enum": values}}, "required": ["x"]}, True)], gemma=True)
+    for value in ("value 2999", 2999, None, "", [1]):
+        assert accepts(built.text, call_of({"x": value}, gemma=True), gemma=True)
+    assert not accepts(built.text, call_of({"x": "value"}, gemma=True), gemma=True)
+    assert not accepts(built.text, call_of({"x": 3000}, gemma=True), gemma=True)
+
+
+def _nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("schema", [_nested(300), {"type": "object", "minProperties": 10**6}], ids=["deep", "counts"])
+def test_a_schema_that_is_too_complex_is_left_out_as_a_whole(schema: Any, gemma: bool) -> None:
+    """Both were a 400, with the name of a Python exception."""
+    built = grammar([("f", schema, False)], gemma)
+    assert built.unenforced in ("f: its whole schema", "")
+    with_strict = [("f", _nested(300), True)]
+    with pytest.raises(OutriderError, match="tool 'f'"):
+        grammar(with_strict, gemma)
+
+
 CHECKED_FORMATS = ("email", "ipv4", "ipv6", "uuid")  # jsonschema reads times and dates in its own way
 
 
 @pytest.mark.parametrize("gemma", [False, True])
-@pytest.mark.parametrize("tool", TOOLS, ids=[tool["name"] for tool in TOOLS])
-def test_calls_of_published_tools_are_valid(tool: dict[str, Any], gemma: bool) -> None:
-    """Sixty schemas as clients send them: none is refused, and calls that follow the grammar validate."""
+@pytest.mark.parametrize("tool", TOOLS + CLIENT_SCHEMAS, ids=[tool["name"] for tool in TOOLS + CLIENT_SCHEMAS])
+def test_calls_of_clients_tools_are_valid(tool: dict[str, Any], gemma: bool) -> None:
+    """Sixty published schemas, and fifty of pydantic and zod: none is refused, and calls that follow the grammar
+    validate. A class that contains itself in an Optional or a Union overflowed the writer's stack."""
     import jsonschema
 
     name = tool["name"]
