@@ -132,6 +132,8 @@ class _Reader:
         meta: dict[str, Value] = {}
         for _ in range(keys):
             key = self.name("a key")
+            if key in meta:
+                raise self.bad(f"key {key!r} is there twice")
             meta[key] = self.value(self.number("<I"), key)
         infos = [self.tensor_info() for _ in range(tensors)]
         align = meta.get("general.alignment", 32)

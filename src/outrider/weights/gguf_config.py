@@ -170,7 +170,9 @@ def hf_config(file: GGUF) -> ForeignDict:
     if file.arch in BLOCKS:
         return _block(file)
     if file.arch not in ARCHITECTURES:
-        raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported: supported are {FAMILIES}")
+        raise OutriderError(
+            f"{file.path}: GGUF architecture {file.arch[:40]!r} is not supported: supported are {FAMILIES}"
+        )
     meta = _Meta(file)
     tensors = file.tensors
     config = meta.base()

@@ -95,7 +95,9 @@ def build(file: GGUF) -> Tokenizer:
         # a run of newlines is never cut
         types = np.where([t != "" and not t.strip("\n") for t in tokens], USER, types)
     else:
-        raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama, gemma4")
+        raise OutriderError(
+            f"{file.path}: tokenizer model {str(family)[:40]!r} is not supported; known: gpt2, llama, gemma4"
+        )
     from tokenizers import AddedToken
 
     typed = list(zip(tokens, types.tolist(), strict=True))
@@ -109,7 +111,9 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
 
     pre = file.meta.get("tokenizer.ggml.pre", "gpt-2")
     if not isinstance(pre, str) or pre not in SPLITS:
-        raise OutriderError(f"{file.path}: pre-tokenizer {pre!r} is not supported; known: {', '.join(SPLITS)}")
+        raise OutriderError(
+            f"{file.path}: pre-tokenizer {str(pre)[:40]!r} is not supported; known: {', '.join(SPLITS)}"
+        )
     tokenizer = Tokenizer(_bpe(file, tokens, _stored_merges(file), ignore_merges=pre == "llama-bpe"))
     split = SPLITS[pre]
     if pre == "smollm":
