@@ -40,13 +40,14 @@ def test_every_level_has_an_estimate() -> None:
         assert 10 < Estimate(isa, cores=2).total(0) < 60
 
 
-def test_progress_is_shown_on_a_terminal_and_only_there(
+def test_progress_is_shown_on_a_terminal_and_a_line_elsewhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     objects = {name: tmp_path / name for name in build.UNITS}
     with compiling("avx2", objects):
         pass
-    assert capsys.readouterr().err == ""
+    shown = capsys.readouterr().err  # a log that said nothing for a minute looked like a program that hangs
+    assert shown.startswith("compiling the CPU kernels for avx2, once: about ") and shown.count("\n") == 1
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with compiling("avx2", objects):
         pass

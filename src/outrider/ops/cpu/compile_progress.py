@@ -1,4 +1,4 @@
-"""Progress of compiling the C kernels, on a terminal: seconds passed and an estimate of all.
+"""Progress of compiling the C kernels: on a terminal the seconds passed and an estimate of all, elsewhere one line.
 
 The estimate begins with the compilers' processor time, as measured on one Zen 4 core, shared out over this machine's
 cores and the programs that run there. It then follows what was seen: a source that is done says how fast this machine
@@ -76,9 +76,14 @@ def machine_state() -> tuple[float, float]:
 
 @contextmanager
 def compiling(isa: str, objects: Mapping[str, Path]) -> Iterator[None]:
-    """Shows the progress until the end of the block, then erases it. `objects`: the file of each source, which its
-    compiler writes last."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    """Shows the progress until the end of the block, then erases it; in a log or a pipe one line says what begins.
+    `objects`: the file of each source, which its compiler writes last."""
+    if sys.stderr is None:
+        yield
+        return
+    if not sys.stderr.isatty():
+        expected = Estimate(isa, *machine_state()).total(0.0)
+        print(f"compiling the CPU kernels for {isa}, once: about {expected:.0f} s", file=sys.stderr, flush=True)
         yield
         return
     ended = threading.Event()
