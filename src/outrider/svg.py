@@ -38,9 +38,9 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> s
     label = f'role="img" aria-label="{escape(title)}"'
     out = [_open(height, label), f'<style>{STYLE}</style><text x="14" y="16" class="t">{escape(title)}</text>']
     for tick in (t for t in _ticks(lo_x, hi_x) if t == int(t)):
-        out += [_line(x(tick), 40, x(tick), bottom), _text(x(tick), bottom + 15, f"{tick:g}", "middle")]
+        out += [_line(x(tick), y1=40, x2=x(tick), y2=bottom), _text(x(tick), bottom + 15, f"{tick:g}", anchor="middle")]
     for tick in _ticks(lo_y, hi_y):
-        out += [_line(left, y(tick), WIDTH - 30, y(tick)), _text(left - 6, y(tick) + 4, f"{tick:g}", "end")]
+        out += [_line(left, y(tick), WIDTH - 30, y2=y(tick)), _text(left - 6, y(tick) + 4, f"{tick:g}", anchor="end")]
     for i, (name, line) in enumerate(series):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % 6]}" stroke-width="2"/>')
@@ -49,7 +49,7 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> s
         down = bottom + 50 + 20 * (i // 4)
         out.append(f'<rect x="{at}" y="{down - 9}" width="10" height="10" fill="{COLOURS[i % 6]}"/>')
         out.append(_text(at + 15, down, name))
-    out += [_text((left + WIDTH) / 2, bottom + 32, x_label, "middle"), _text(14, 30, y_label)]
+    out += [_text((left + WIDTH) / 2, bottom + 32, x_label, anchor="middle"), _text(14, 30, y_label)]
     return "\n".join([*out, "</svg>"])
 
 

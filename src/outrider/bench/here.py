@@ -70,7 +70,9 @@ def _gpu() -> Hardware:
     rate = 2.0 * side**3 / _best(lambda: square @ square) / 1e12
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9
     # the rates are shares of vendors' figures, of which these two reach so much
-    return Hardware(f"{torch.cuda.get_device_name()} (measured)", bandwidth / SUM_REACH, rate / PRODUCT_REACH, memory)
+    return Hardware(
+        f"{torch.cuda.get_device_name()} (measured)", bandwidth / SUM_REACH, rate / PRODUCT_REACH, memory=memory
+    )
 
 
 def _best(run: Callable[[], object]) -> float:

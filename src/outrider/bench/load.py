@@ -78,7 +78,7 @@ async def run(
 
         began = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(concurrency)))
-        return summary(timings, time.perf_counter() - began, concurrency, drafts)
+        return summary(timings, time.perf_counter() - began, concurrency, drafts=drafts)
 
 
 async def _stream(client: httpx.AsyncClient, body: dict[str, object]) -> Timing:

@@ -44,29 +44,29 @@ class Hardware:
 
 
 def cpu(label: str, *, bandwidth: float, rate: float, memory: float, rates: Rates = CPU_RATES) -> Hardware:
-    return Hardware(label, bandwidth, rate, memory, rates=rates, is_cpu=True, narrow_drafter=False)
+    return Hardware(label, bandwidth, rate, memory=memory, rates=rates, is_cpu=True, narrow_drafter=False)
 
 
 MACHINES: Mapping[str, Hardware] = {
-    "b200": Hardware("NVIDIA B200", 8000, 2250, 191.5),
-    "h200": Hardware("NVIDIA H200", 4800, 989, 150.1, measured=True),
-    "h100": Hardware("NVIDIA H100 SXM", 3350, 989, 84.9),
-    "h100-pcie": Hardware("NVIDIA H100 PCIe", 2000, 756, 84.9),
-    "a100": Hardware("NVIDIA A100 80GB SXM", 2039, 312, 85.0),
-    "a100-40": Hardware("NVIDIA A100 40GB", 1555, 312, 42.3),
-    "l40s": Hardware("NVIDIA L40S", 864, 362, 47.7),
-    "l4": Hardware("NVIDIA L4", 300, 121, 23.7),
-    "rtx-pro-6000": Hardware("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 101.9),
-    "rtx5090": Hardware("NVIDIA RTX 5090", 1792, 210, 33.7),
-    "rtx4090": Hardware("NVIDIA RTX 4090", 1008, 165, 25.4),
-    "rtx3090": Hardware("NVIDIA RTX 3090", 936, 71, 25.4),
-    "rtx5070ti": Hardware("NVIDIA RTX 5070 Ti", 896, 88, 16.6),
-    "dgx-spark": Hardware("NVIDIA DGX Spark (GB10)", 273, 125, 128),
-    "m3-max": Hardware("Apple M3 Max (40-core GPU)", 400, 28, 128),
-    "m3-ultra": Hardware("Apple M3 Ultra (80-core GPU)", 819, 57, 512),
-    "m4-max": Hardware("Apple M4 Max (40-core GPU)", 546, 34, 128),
-    "strix-halo": Hardware("AMD Strix Halo", 256, 59, 128),
-    "mi300x": Hardware("AMD MI300X", 5300, 1307, 192),
+    "b200": Hardware(label="NVIDIA B200", bandwidth=8000, rate=2250, memory=191.5),
+    "h200": Hardware(label="NVIDIA H200", bandwidth=4800, rate=989, memory=150.1, measured=True),
+    "h100": Hardware(label="NVIDIA H100 SXM", bandwidth=3350, rate=989, memory=84.9),
+    "h100-pcie": Hardware(label="NVIDIA H100 PCIe", bandwidth=2000, rate=756, memory=84.9),
+    "a100": Hardware(label="NVIDIA A100 80GB SXM", bandwidth=2039, rate=312, memory=85.0),
+    "a100-40": Hardware(label="NVIDIA A100 40GB", bandwidth=1555, rate=312, memory=42.3),
+    "l40s": Hardware(label="NVIDIA L40S", bandwidth=864, rate=362, memory=47.7),
+    "l4": Hardware(label="NVIDIA L4", bandwidth=300, rate=121, memory=23.7),
+    "rtx-pro-6000": Hardware(label="NVIDIA RTX PRO 6000 Blackwell", bandwidth=1792, rate=504, memory=101.9),
+    "rtx5090": Hardware(label="NVIDIA RTX 5090", bandwidth=1792, rate=210, memory=33.7),
+    "rtx4090": Hardware(label="NVIDIA RTX 4090", bandwidth=1008, rate=165, memory=25.4),
+    "rtx3090": Hardware(label="NVIDIA RTX 3090", bandwidth=936, rate=71, memory=25.4),
+    "rtx5070ti": Hardware(label="NVIDIA RTX 5070 Ti", bandwidth=896, rate=88, memory=16.6),
+    "dgx-spark": Hardware(label="NVIDIA DGX Spark (GB10)", bandwidth=273, rate=125, memory=128),
+    "m3-max": Hardware(label="Apple M3 Max (40-core GPU)", bandwidth=400, rate=28, memory=128),
+    "m3-ultra": Hardware(label="Apple M3 Ultra (80-core GPU)", bandwidth=819, rate=57, memory=512),
+    "m4-max": Hardware(label="Apple M4 Max (40-core GPU)", bandwidth=546, rate=34, memory=128),
+    "strix-halo": Hardware(label="AMD Strix Halo", bandwidth=256, rate=59, memory=128),
+    "mi300x": Hardware(label="AMD MI300X", bandwidth=5300, rate=1307, memory=192),
     "desktop-ddr5": cpu("Desktop CPU, 8 cores, dual-channel DDR5-5600", bandwidth=90, rate=1.6, memory=64),
     "server-ddr5": cpu("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", bandwidth=307, rate=20, memory=512),
     "cpu-2-cores": cpu(

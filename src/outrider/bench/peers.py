@@ -86,7 +86,7 @@ class Transformers:
         for prompt, row in zip(prompts, out.tolist(), strict=True):
             new = row[width:][: prompt.max_tokens]
             end = next((i for i, token in enumerate(new, 1) if token in self.eos), len(new))
-            answers.append(timed(new[:end], first_width - width, began, first, ended))
+            answers.append(timed(new[:end], first_width - width, began, first=first, ended=ended))
         return answers, ended - first
 
 
@@ -129,7 +129,7 @@ class LlamaCpp:
                     break
             stream.close()
             ended = time.perf_counter()
-            answers.append(timed(new, 1, began, first, ended))
+            answers.append(timed(new, first_emitted=1, began=began, first=first, ended=ended))
         return answers, sum(stats.decode_s for _, stats in answers)
 
 

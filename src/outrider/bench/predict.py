@@ -127,7 +127,7 @@ def verify_work(setup: Setup, k: int) -> PassWork:
         dense_bytes=(size.streamed(rows) - experts) * setup.weight_bytes / setup.gpus,
         expert_bytes=experts * setup.weight_bytes / setup.gpus,
         kv_bytes=kv / setup.gpus,
-        operations=setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus,
+        operations=setup.batch * flops(size, k + 1, setup.context, head_rows=k + 1) / setup.gpus,
         rows=rows,
         layers=layers,
         kernels=layers * KERNELS + HEAD_KERNELS,
@@ -332,7 +332,7 @@ def audio_cost(audio: AudioConfig, setup: Setup) -> SoftCost:
 def soft_cost(tokens: int, tower_flops: float, setup: Setup) -> SoftCost:
     rate = setup.on.rate * 1e9  # per millisecond
     tower_rate = rate * (CPU_RATE if setup.on.is_cpu else TOWER_REACH)
-    prompt_flops = flops(model_size(setup.target), tokens, setup.context, 0)
+    prompt_flops = flops(model_size(setup.target), tokens, setup.context, head_rows=0)
     return SoftCost(
         tokens=tokens,
         tower_tflop=tower_flops / 1e12,

@@ -54,10 +54,10 @@ def prove(
                         llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in some
                     ]
                     drafted = f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else "")
-                    yield identity(llm, some, plain, answered, params, drafted)
+                    yield identity(llm, some, plain, answers=answered, params=params, drafted=drafted)
             together = [c.token_ids for c in llm.generate([list(p) for p in some], params)]
-            yield identity(llm, some, plain, together, params, "auto, one batch")
-        yield from answers(llm, prompts[:BATCH], cases[0][0], ks)
+            yield identity(llm, some, plain, answers=together, params=params, drafted="auto, one batch")
+        yield from answers(llm, prompts[:BATCH], cases[0][0], ks=ks)
 
 
 # ---- 1
@@ -96,13 +96,13 @@ def block_logits(llm: LLM, sequences: Tokens, starts: Sequence[int], width: int)
         for at in range(0, begin, engine.chunk):
             count = min(engine.chunk, begin - at)
             _reserve(store, cache, at + count)
-            _rows(llm, [cache], [tokens], [at], count)
+            _rows(llm, [cache], [tokens], begins=[at], count=count)
             store.commit(cache, at + count)
         _reserve(store, cache, begin + MAX_DRAFT + 1)
     out = []
     for at in range(0, MAX_DRAFT + 1, width):
         count = min(width, MAX_DRAFT + 1 - at)
-        logits = engine.model.logits(_rows(llm, caches, sequences, [b + at for b in begins], count))
+        logits = engine.model.logits(_rows(llm, caches, sequences, begins=[b + at for b in begins], count=count))
         out.append(logits.reshape(len(sequences), count, -1).clone())
     for cache in caches:
         store.close(cache)

@@ -68,7 +68,7 @@ def batch(asked: BatchOptions, load: LoadSettings) -> None:
             options = {"model": chosen, "name": settings.model_name, "max_concurrent": asked.max_concurrent}
             with common.needs("--ray needs", "ray"):
                 from ..cluster.batch import whole
-            progress = whole(options | load.options(), asked.replicas, batch, common.note)
+            progress = whole(options | load.options(), asked.replicas, batch, say=common.note)
         else:
             progress = answer_file(Server.offline(ServedModel.of(llm), settings), batch)
     took = time.monotonic() - began

@@ -87,7 +87,7 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
     if len(store.done) < count:
         contestants = _contestants(asked.model, modes, peers=peers, batch=max(batches), load=load)
         with StageProgress() as progress:
-            for done, cell in enumerate(harness.run(contestants, prompts, settings, store), 1):
+            for done, cell in enumerate(harness.run(contestants, prompts, settings, store=store), 1):
                 if cell is not None:
                     progress("bench", done, count, f"{cell.category} · {cell.contestant}")
     _report(asked.out, settings, asked.as_json)
@@ -151,7 +151,7 @@ def _contestants(
     if peers:
         from ..weights import hub
 
-        entries += [build(name, llm, Path(hub.resolve(model).path), load) for name in peers]
+        entries += [build(name, llm, Path(hub.resolve(model).path), load=load) for name in peers]
     return entries
 
 

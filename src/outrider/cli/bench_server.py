@@ -68,7 +68,14 @@ def bench_server(asked: LoadTestOptions) -> None:
         for level in levels:
             for drafts in ("auto", 0) if asked.compare else ("auto",):
                 measured = run(
-                    url, texts, level, asked.requests, asked.max_tokens, asked.temperature, drafts, asked.api_key
+                    url,
+                    texts,
+                    level,
+                    requests=asked.requests,
+                    max_tokens=asked.max_tokens,
+                    temperature=asked.temperature,
+                    drafts=drafts,
+                    key=asked.api_key,
                 )
                 rows.append(asyncio.run(measured))
                 note(f"{level} at once, draft tokens {drafts}: {rows[-1]['tokens_per_s']:.1f} tokens/s")
@@ -94,7 +101,7 @@ def server(target: str, drafter: str, most: int, key: str | None) -> Iterator[st
     # its server must not outlive it
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with serving(command, target, key or "none", "bench-server.log") as at:
+        with serving(command, target, key or "none", log_name="bench-server.log") as at:
             yield at.url
     finally:
         signal.signal(signal.SIGTERM, before)

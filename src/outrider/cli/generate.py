@@ -102,7 +102,9 @@ def generate(asked: GenerateOptions, load: LoadSettings) -> None:
     assert prompt is not None
     ids = llm.encode_chat(prompt, asked.raw, images=asked.image or (), audio=asked.audio_files or ())
     if asked.as_json:
-        answers = [_answer(llm, ids, replace(params, n=1, seed=asked.seed + i), asked.compare) for i in range(asked.n)]
+        answers = [
+            _answer(llm, ids, replace(params, n=1, seed=asked.seed + i), compare=asked.compare) for i in range(asked.n)
+        ]
         print(json.dumps(answers[0] if asked.n == 1 else answers, ensure_ascii=False))
         return
     for i in range(asked.n):
@@ -163,7 +165,7 @@ def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compar
     answers = []
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
-        answers.append(_answer(llm, llm.encode_chat(messages, raw), params, compare, rounds=1))
+        answers.append(_answer(llm, llm.encode_chat(messages, raw), params, compare=compare, rounds=1))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
     return answers[0] if "turns" not in prompt.row else {**answers[-1], "turns": answers}
 

@@ -62,7 +62,10 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
     weights = loaded_weights(config, stored, quantize=quantize, on=on if on is not None or quantize is None else CPU)
     per_parameter = weights.token / model_size(config).active
-    data = {"model": asked.model, **report(config, per_parameter, asked.context, weights.total, kv_item)}
+    data = {
+        "model": asked.model,
+        **report(config, per_parameter, asked.context, total_bytes=weights.total, kv_item=kv_item),
+    }
     data["formats"] = {name: round(nbytes) for name, nbytes in stored.formats.items()}
     data["held"] = [
         {

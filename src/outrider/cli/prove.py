@@ -52,7 +52,7 @@ def prove(asked: ProveOptions, load: LoadSettings) -> None:
     llm.adapter = next(iter(load.adapters), None)
     ids = [llm.encode_chat(text, asked.raw) for text in texts[: asked.count]]
     findings = []
-    for finding in run(llm, ids, lengths, asked.max_tokens, asked.seed, heats):
+    for finding in run(llm, ids, lengths, max_tokens=asked.max_tokens, seed=asked.seed, temperatures=heats):
         findings.append(finding)
         if not asked.as_json and (asked.verbose or not finding.passed):
             mark = ("same", "green") if finding.passed else ("DIFFERS", "bold red")

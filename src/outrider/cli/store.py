@@ -42,10 +42,10 @@ def listing(as_json: common.AsJson = False) -> None:
     if as_json:
         print(json.dumps([asdict(item) for item in items]))
         return
-    out.print(line("kind", "size", "last used", "name", ""), style="dim")
+    out.print(line("kind", "size", "last used", name="name", drafter=""), style="dim")
     for item in items:
         drafter = f"  (with {item.drafter})" if item.drafter else ""
-        out.print(line(item.kind, size(item.bytes), item.used, item.name, drafter))
+        out.print(line(item.kind, size(item.bytes), item.used, name=item.name, drafter=drafter))
     for alias, model in user_file().get("aliases", {}).items():
         out.print(f"{alias} = {model}", style="dim")
 
@@ -156,7 +156,7 @@ def merge(
     """
     from ..weights.adapter import merge as run
 
-    changed = run(model, adapter, to, common.note)
+    changed = run(model, adapter, to, say=common.note)
     out.print(f"{to}: {changed} tensors changed")
 
 

@@ -103,7 +103,7 @@ class AdapterSlots:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         a = like.view(0, len(rows), 0, part.a.shape[1])
         b = like.view(0, sum(rows), 0)
-        return SlotWeight(a, b, like.float().view(0, len(rows)), rows)
+        return SlotWeight(a, b, like.float().view(0, len(rows)), rows=rows)
 
     def _grown(self, known: SlotWeight, rank: int) -> SlotWeight:
         """A copy with more slots or a larger rank."""
@@ -111,7 +111,7 @@ class AdapterSlots:
         wider = rank - known.a.shape[2]
         a = F.pad(known.a, (0, 0, 0, wider, 0, 0, 0, more))
         b = F.pad(known.b, (0, wider, 0, 0, 0, more))
-        return SlotWeight(a, b, F.pad(known.scale, (0, 0, 0, more)), known.rows)
+        return SlotWeight(a, b, F.pad(known.scale, (0, 0, 0, more)), rows=known.rows)
 
     @torch.inference_mode()
     def _write(self, adapter: Adapter, slot: int) -> None:
@@ -160,13 +160,13 @@ class SlotOps(AdaptedOps):
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor | None:
         change = self.changed(w)
-        return None if change is None else self.base.adapted_linear(x, w, change, self.ranges, end)
+        return None if change is None else self.base.adapted_linear(x, w, change, ranges=self.ranges, end=end)
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
         gate_up, down = layer.mlp
         if self.changed(gate_up) is None and self.changed(down) is None:
-            return self.base.moe_with_shared_mlp(router_in, x, h, stream, layer)
+            return self.base.moe_with_shared_mlp(router_in, x, h, stream=stream, layer=layer)
         dense = self.linear(self.gated_linear(h, gate_up, layer.experts.act), down)
-        return self.base.moe_next_to(dense, router_in, x, stream, layer)
+        return self.base.moe_next_to(dense, router_in, x, stream=stream, layer=layer)

@@ -88,7 +88,7 @@ class AdaptedOps:
             return None
         y = self.base.linear(x, w, end.bias)
         for which, part in changes:
-            y = self.base.add_lowrank(y, x, part, which)
+            y = self.base.add_lowrank(y, x, part, rows=which)
         if not end.act:
             return y
         rows = self.touched(x, w)
@@ -96,7 +96,9 @@ class AdaptedOps:
         if rows is None or rows.shape[0] == x.shape[0]:
             return self.base.act_mul(a, b, end.act)
         # a row that is not changed keeps the fused product's bits
-        out = self.base.gated_linear(x, w, end.act) if end.mul is None else self.base.linear_act_mul(x, w, b, end.act)
+        out = (
+            self.base.gated_linear(x, w, end.act) if end.mul is None else self.base.linear_act_mul(x, w, b, act=end.act)
+        )
         out[rows] = self.base.act_mul(a[rows], b[rows], end.act)
         return out
 
@@ -110,7 +112,7 @@ class AdaptedOps:
 
     def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         result = self.product(x, w, Epilogue(act=act, mul=y))
-        return self.base.linear_act_mul(x, w, y, act) if result is None else result
+        return self.base.linear_act_mul(x, w, y, act=act) if result is None else result
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
@@ -120,13 +122,15 @@ class AdaptedOps:
         gate_up, down = layer.mlp
         rows = self.touched(h, *layer.mlp)
         if rows is None:
-            return base.moe_with_shared_mlp(router_in, x, h, stream, layer)
+            return base.moe_with_shared_mlp(router_in, x, h, stream=stream, layer=layer)
         dense = self.linear(self.gated_linear(h, gate_up, layer.experts.act), down)
-        out = base.moe_next_to(dense, router_in, x, stream, layer)
+        out = base.moe_next_to(dense, router_in, x, stream=stream, layer=layer)
         if rows.shape[0] < x.shape[0]:
             unchanged = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
             unchanged[rows] = False
-            few = base.moe_with_shared_mlp(router_in[unchanged], x[unchanged], h[unchanged], stream[unchanged], layer)
+            few = base.moe_with_shared_mlp(
+                router_in[unchanged], x[unchanged], h[unchanged], stream=stream[unchanged], layer=layer
+            )
             for whole, part in zip(out, few):
                 whole[unchanged] = part
         return out

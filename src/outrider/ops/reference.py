@@ -184,7 +184,7 @@ class ReferenceOps(TreeOps):
     ) -> LowRank:
         """An adapter's change of one weight, as `add_lowrank` reads it: a [r, in], b [out, r], scale float32 [out].
         base: the weight, next to which the matrices may be held in as few bits."""
-        return LowRank(self.prepare(a), self.prepare(b), scale, tuple(pieces))
+        return LowRank(self.prepare(a), self.prepare(b), scale, pieces=tuple(pieces))
 
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
         """All changes of an adapter, in the memory layout of the kernels."""
@@ -229,7 +229,7 @@ class ReferenceOps(TreeOps):
         self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x' = x + post_norm(y), and three norms of it."""
-        x, h = self.residual_norm(x, y, post_w, None, w[0], eps)
+        x, h = self.residual_norm(x, y, post_w, scale=None, next_w=w[0], eps=eps)
         return x, h, self.rms_norm(x, w[1], eps), self.rms_norm(x, w[2], eps)
 
     def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
@@ -292,7 +292,7 @@ class ReferenceOps(TreeOps):
         q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
         q = self.rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), *angles)
         if spec.writes:
-            self.write_kv(*self.keys_values(qkv[:, spec.heads * dim :], angles, k_norm, spec), spec, kv)
+            self.write_kv(*self.keys_values(qkv[:, spec.heads * dim :], angles, k_norm, spec=spec), spec, kv)
         return q.reshape(rows, spec.heads * dim)
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
@@ -339,17 +339,17 @@ class ReferenceOps(TreeOps):
             if lo == hi:
                 continue
             if kv.ancestors is not None:
-                self._attend_tree(q, spec, kv, b, lo, hi, out)
+                self._attend_tree(q, spec, kv, b=b, lo=lo, hi=hi, out=out)
                 continue
             at = kv.positions[lo:hi]
-            out[lo:hi] = self._attend_rows(q[lo:hi], spec, kv, b, at, at)
+            out[lo:hi] = self._attend_rows(q[lo:hi], spec, kv, b=b, at=at, last=at)
         return out
 
     def _attend_rows(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, at: Tensor, last: Tensor) -> Tensor:
         """Rows of sequence b at positions `at` [R], each of which sees the keys up to `last` [R]."""
         count = int(last.max()) + 1
         rows = q.shape[0]
-        k, v = self.gather_kv(b, count, spec, kv)
+        k, v = self.gather_kv(b, count, spec, kv=kv)
         j = torch.arange(count, device=q.device)
         visible = j[None, :] <= last[:, None]
         if spec.window is not None:
@@ -363,7 +363,7 @@ class ReferenceOps(TreeOps):
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
         """Attention of the rows of one image in one sequence: each sees the keys up to position `end` - 1, and the
         window bounds only the keys before a row."""
-        return self._attend_rows(q, spec, kv, 0, kv.positions, torch.full_like(kv.positions, end - 1))
+        return self._attend_rows(q, spec, kv, b=0, at=kv.positions, last=torch.full_like(kv.positions, end - 1))
 
     def keys_values(
         self, kv_rows: Tensor, angles: Angles, k_norm: Tensor | None, spec: AttnSpec
@@ -380,7 +380,7 @@ class ReferenceOps(TreeOps):
         keys = kv.keys[attn.spec.kv_layer]
         values = kv.values[attn.spec.kv_layer]
         assert keys is not None and values is not None
-        k, v = self.keys_values(kv_rows, angles, attn.k_norm, attn.spec)
+        k, v = self.keys_values(kv_rows, angles, attn.k_norm, spec=attn.spec)
         page = kv.tables[attn.spec.group][kv.row_seq, kv.positions // kv.page_size].long()
         slot = kv.positions % kv.page_size
         keys[page, :, slot] = encoded(k, keys)
@@ -399,7 +399,7 @@ class ReferenceOps(TreeOps):
         q = q.view(-1, spec.heads, dim)
         q = rotate(q if attn.q_norm is None else self.rms_norm(q, attn.q_norm, spec.eps), *angles)
         for to, rows in zip(
-            (block.keys, block.values), self.keys_values(kv_rows, angles, attn.k_norm, spec), strict=True
+            (block.keys, block.values), self.keys_values(kv_rows, angles, attn.k_norm, spec=spec), strict=True
         ):
             to[:, :, first:end] = rows.view(size, slots, kv_heads, dim).transpose(1, 2)
         keys, values, places = block_context(attn, kv, block.end)
@@ -423,7 +423,7 @@ class ReferenceOps(TreeOps):
         base = int(kv.positions[lo])
         paths = kv.ancestors[lo:hi].tolist()
         positions = kv.positions[lo:hi].tolist()
-        k, v = self.gather_kv(b, base + hi - lo, spec, kv)
+        k, v = self.gather_kv(b, base + hi - lo, spec, kv=kv)
         for i, (path, position) in enumerate(zip(paths, positions)):
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
             slots = [p if p < base else base + path[p - base] for p in range(first, position + 1)]
@@ -453,7 +453,7 @@ class ReferenceOps(TreeOps):
     ) -> tuple[Tensor, Tensor]:
         """`residual_norm` of stream [R, H] and y = norm(mlp(h)) + norm(moe)."""
         dense = self.linear(self.gated_linear(h, layer.mlp[0], layer.experts.act), layer.mlp[1])
-        return self.moe_next_to(dense, router_in, x, stream, layer)
+        return self.moe_next_to(dense, router_in, x, stream=stream, layer=layer)
 
     def moe_next_to(
         self, dense: Tensor, router_in: Tensor, x: Tensor, stream: Tensor, layer: MoeLayer
@@ -462,8 +462,8 @@ class ReferenceOps(TreeOps):
         routed = self.moe(router_in, x, layer.experts)
         end = layer.end
         dense = self.rms_norm(dense, end.dense_norm, end.eps)
-        y = self.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
-        return self.residual_norm(stream, y, end.post_norm, end.scale, end.next_norm, end.eps)
+        y = self.residual_norm(dense, routed, end.routed_norm, scale=None, next_w=None, eps=end.eps)[0]
+        return self.residual_norm(stream, y, end.post_norm, scale=end.scale, next_w=end.next_norm, eps=end.eps)
 
     # ---- drafting and choosing
     def clustered_logits(

@@ -43,7 +43,7 @@ class Nodes:
     @staticmethod
     def of(batch: int, depth: int, device: torch.device, width: int = WIDTH) -> Nodes:
         empty = partial(torch.empty, (batch, depth * width * BRANCH), device=device)
-        return Nodes(empty(dtype=torch.int64), empty(dtype=torch.int64), empty(), empty(dtype=torch.int32))
+        return Nodes(empty(dtype=torch.int64), empty(dtype=torch.int64), empty(), chain=empty(dtype=torch.int32))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,13 @@ class Frontier:
         first = (torch.arange(WIDTH, device=last.device) == 0).expand(last.shape[0], WIDTH)
         rows = torch.arange(first.numel(), device=last.device)
         nowhere = torch.full(first.shape, -1, dtype=torch.int64, device=last.device)
-        return Frontier(last.repeat_interleave(WIDTH), rows, nowhere, first.to(torch.float32), first.to(torch.int32))
+        return Frontier(
+            tokens=last.repeat_interleave(WIDTH),
+            before=rows,
+            node=nowhere,
+            chance=first.to(torch.float32),
+            chain=first.to(torch.int32),
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class TreeRows:
             tokens,
             as_tensor([len(path) - 1 for path in paths]),
             as_tensor([path + [path[-1]] * (wide - len(path)) for path in paths], dtype=torch.int32),
-            as_tensor(parents),
+            parent_rows=as_tensor(parents),
         )
 
     @property
@@ -127,7 +133,7 @@ class TreeOps:
         pick = chance.sort(dim=1, descending=True, stable=True).indices[:, :WIDTH]
         rows = torch.arange(batch, device=z.device)[:, None] * WIDTH + pick // BRANCH
         picked, chance, chain = (t.gather(1, pick) for t in (tokens, chance, chain))
-        return Frontier(picked.flatten(), rows.flatten(), first + pick, chance, chain)
+        return Frontier(tokens=picked.flatten(), before=rows.flatten(), node=first + pick, chance=chance, chain=chain)
 
     def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
         """The nodes of a chain that was drafted in one call, and the runner-ups of each of its tokens, which are
@@ -144,7 +150,7 @@ class TreeOps:
         parents = torch.where(levels > 0, (levels - 1) * BRANCH, -1)
         tokens = ids.gather(2, best).to(torch.int64).flatten(1)
         chance = (reach[:, :, None] * sure).flatten(1)
-        return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
+        return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, chain=first.expand(batch, -1).contiguous())
 
     def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> TreeRows:
         """The `count` likeliest nodes, with their parents, which are no less likely and come before them."""
@@ -166,7 +172,9 @@ class TreeOps:
         ancestors = torch.stack(up, 2).gather(2, at).to(torch.int32)  # [B, N + 1, D + 1]
         first = torch.arange(batch, device=device)[:, None] * rows
         over = torch.where(torch.arange(rows, device=device) == 0, -1, parent_rows + first)
-        return TreeRows(nodes.tokens.gather(1, best), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
+        return TreeRows(
+            nodes.tokens.gather(1, best), deep.flatten(), ancestors.flatten(0, 1), parent_rows=over.flatten()
+        )
 
     def accept_path(
         self, chosen: Tensor, ids: Tensor, tree: TreeRows, start: Tensor, limit: Tensor | None
@@ -205,7 +213,7 @@ class TreeOps:
         # if there is nothing to move, the newest token onto itself
         source = length[:, None] + torch.where(on_path, rows, 0)
         for spec in specs:
-            self.move_kv(seq, source.reshape(-1), target.reshape(-1), spec, kv)
+            self.move_kv(seq, source.reshape(-1), target.reshape(-1), spec=spec, kv=kv)
 
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
         """Keys and values at `source` [M] of the table rows `seq` [M] to `target` [M]; all are read first."""

@@ -129,7 +129,7 @@ class Judge:
                 params, [[]] * count, outputs=[[]] * count, vocab=model.config.vocab_size, device=device
             )
             seen = capture(model, batch.ids, self.net.taps)
-            for j, g in enumerate(self.net.unroll(self.weights, model, seen, batch, most), 1):
+            for j, g in enumerate(self.net.unroll(self.weights, model, seen, batch=batch, steps=most), 1):
                 b, at = batch.where(alive)
                 at = at + j + 1  # the position being guessed
                 inside = at < ends[b]
@@ -139,7 +139,7 @@ class Judge:
                 if not alive.numel():
                     break
                 states = g.reshape(count * width, -1)[alive]
-                choice, likely = self.choose(states, sampling.select(b), at, weigh)
+                choice, likely = self.choose(states, sampling.select(b), at, weigh=weigh)
                 if record is not None:
                     record.append((states, choice))
                 sure[alive, j - 1] = likely

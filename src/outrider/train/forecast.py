@@ -224,7 +224,7 @@ class RunPlan:
             drafter = drafter_config(job.init, target, job.kind)
         else:
             drafter = new_drafter(job, target, None) if job.kind == "mtp" else new_block(job, target)
-        work = Work.of(drafter, target, job.unroll, torch_dtype(job).itemsize, job.anchor_share)
+        work = Work.of(drafter, target, job.unroll, item=torch_dtype(job).itemsize, share=job.anchor_share)
         # sizes for a GPU depend on its memory alone
         speed = MachineSpeed(0.0, 0.0) if job.cuda else MachineSpeed.measure(torch_dtype(job), target.hidden)
         sizes = choose_sizes(

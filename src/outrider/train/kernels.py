@@ -123,9 +123,9 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, 1.0)
+        return turn(x, cos, sin, sign=1.0)
 
     @staticmethod
     def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return turn(up, cos, sin, -1.0), None, None  # a rotation's transpose turns back
+        return turn(up, cos, sin, sign=-1.0), None, None  # a rotation's transpose turns back

@@ -124,7 +124,7 @@ class TrainRun:
 
     def whole(self) -> Row:
         job = self.job
-        self.progress("reading prompts", 0, 1, "")
+        self.progress("reading prompts", done=0, total=1, line="")
         known = describe(job.target, job.adapter)
         self.check_folder(known)
         prompts = self.prompts(known)
@@ -137,7 +137,7 @@ class TrainRun:
             )
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
-        self.progress("loading the target", 0, 1, "")
+        self.progress("loading the target", done=0, total=1, line="")
         target = open_target(known, job.device, forecast.torch_dtype(job))
         out = np.isin(whole.index, prompts.index[self.held(prompts)])
         advice = "more prompts, more time, or a smaller heldout"
@@ -158,7 +158,7 @@ class TrainRun:
         heldout = prompts.select(self.held(prompts))
         if not self.measures_gain or not len(heldout):
             return {}
-        self.progress("measuring the gain", 0, 1, "")
+        self.progress("measuring the gain", done=0, total=1, line="")
         measured = measure_gain(
             known,
             self.job.out / "drafter",
@@ -263,9 +263,9 @@ class TrainRun:
         def report(done: int, count: int, tokens: int, seconds: float) -> None:
             nonlocal summary
             summary = f"{tokens} tokens in {seconds:.0f} s, {tokens / max(seconds, 1e-9):.0f} tok/s"
-            self.progress("answering", done, count, summary)
+            self.progress("answering", done, count, line=summary)
 
-        self.progress("loading the engine", 0, 1, "")
+        self.progress("loading the engine", done=0, total=1, line="")
         began = time.perf_counter()
         dtype = forecast.torch_dtype(job)
         with answers.answering_engine(known, job.device, dtype, slots=job.slots, longest=longest) as engine:
@@ -307,7 +307,7 @@ class TrainRun:
                 share = min(1.0, self.answer_seconds / self.budget.seconds)
                 prediction = forecast.Forecast.of(costs, self.budget.left, share)
                 write_json(job.out / "forecast.json", {**asdict(prediction), "costs": asdict(costs)})
-                self.say(forecast.check(costs, job.minutes, self.budget.spent, share))
+                self.say(forecast.check(costs, job.minutes, self.budget.spent, share=share))
             else:
                 minutes = (costs.without_steps(tokens) + job.steps * costs.step) / 60
                 advice = "--minutes N ends it in time, Ctrl-C saves it at any moment"
@@ -318,7 +318,7 @@ class TrainRun:
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
         job = self.job
         sizes = self.sizes(target, data)
-        self.progress("starting the drafter", 0, 1, "")
+        self.progress("starting the drafter", done=0, total=1, line="")
         net = self.start(target, data, sizes.anchors)
         if isinstance(net, DrafterModule):
             if job.qat_start < 1:
@@ -332,13 +332,17 @@ class TrainRun:
         self.say(f"a draft {unit} reads {cost.step / 1e6:.2f} M weights ({share}), {head}")
         aside, reserve = self.reserve(target.model, net, aside)
         log_path = job.out / "log.jsonl"
-        scored = (lambda: finish.judge(target.model, net, aside, job.temperature, self.halted)) if len(aside) else None
+        scored = (
+            (lambda: finish.judge(target.model, net, aside, temperature=job.temperature, halt=self.halted))
+            if len(aside)
+            else None
+        )
         hooks = Hooks(
             evaluate=scored,
             log=partial(append_row, log_path),
             # unmeasured: a run that is killed leaves its best evaluation
             export=lambda: finish.write_drafter(trainer, target.hash, result={}, runs=[]),
-            progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
+            progress=lambda done, line: self.progress("training", min(done, 1.0), total=1.0, line=line),
             stop=lambda: self.stop.asked,
         )
         trainer = Trainer(target.model, net, data=data, config=job, sizes=sizes, hooks=hooks)
@@ -352,8 +356,8 @@ class TrainRun:
             trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
         trainer.run()
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
-        self.progress("evaluating", 0, 1, "")
-        result = finish.finish(trainer, target.hash, aside, self.halted)
+        self.progress("evaluating", done=0, total=1, line="")
+        result = finish.finish(trainer, target.hash, aside, halt=self.halted)
         step = trainer.progress.step
         drafter_path = job.out / "drafter"
         if self.stop.asked:
@@ -427,11 +431,11 @@ class TrainRun:
             few = 1
             if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
                 few = PROBE_ANSWERS
-                finish.judge(model, net, aside.select(np.arange(1)), self.job.temperature)
+                finish.judge(model, net, aside.select(np.arange(1)), temperature=self.job.temperature)
             usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
             tried = aside.select(usual)
             began = time.perf_counter()
-            finish.judge(model, net, tried, self.job.temperature)
+            finish.judge(model, net, tried, temperature=self.job.temperature)
             token = finish.PASSES * (time.perf_counter() - began) / max(1, tried.answer_tokens)  # seconds of each
             allowed = forecast.FINISH_SHARE * self.budget.seconds / token
             total = np.cumsum(aside.lengths - aside.prompts)

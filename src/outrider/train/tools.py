@@ -78,7 +78,7 @@ def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = 
     drafter_config(drafter, known.config)  # refused before long work
     files = hub.resolve(drafter, kind="drafter")
     began = time.perf_counter()
-    answered = answers(known, listed, config, drafter)
+    answered = answers(known, listed, config, drafter=drafter)
     data = answered.sequences
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
     target = open_target(known, config.device, getattr(torch, config.dtype))

@@ -113,7 +113,7 @@ class Trainer:
         weights = 0.0
         stats = []
         chance = torch.ones(said.numel(), device=self.device)  # that the steps so far were accepted
-        for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
+        for j, g in enumerate(net.unroll(w, model, seen, batch=batch, steps=s.unroll), 1):
             rows = batch.anchors[j - 1]
             target = batch.targets[j - 1]
             decay = s.step_decay ** (j - 1)

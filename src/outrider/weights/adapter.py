@@ -110,7 +110,9 @@ def load_adapter(
         b = torch.block_diag(*[u.b.to(stored_dtype) for u in every])
         scale = torch.cat([torch.full((u.b.shape[0],), u.scale) for u in every])
         pieces = [(u.b.shape[0], u.b.shape[1]) for u in every]
-        out[canonical] = ops.lowrank(a.to(device), b.to(device), scale.to(device), pieces, bases.get(canonical))
+        out[canonical] = ops.lowrank(
+            a.to(device), b.to(device), scale.to(device), pieces=pieces, base=bases.get(canonical)
+        )
     return Adapter(name, file.digest(), ops.pack_adapter(out))
 
 
@@ -153,7 +155,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
             continue
         rank = _pattern(folder, settings, key="rank_pattern", module=module, default=settings.get("r", 8))
         alpha = _pattern(folder, settings, key="alpha_pattern", module=module, default=settings.get("lora_alpha", 8))
-        a, b = _pair(folder, pair, source, sources)
+        a, b = _pair(folder, pair, source, sources=sources)
         require(a.shape[0] == rank, f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
         updates[source] = LoraUpdate(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
     if skipped:
@@ -226,7 +228,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
     sources = _sources(config)
     for module, pair in pairs.items():
         source = normalise(hf_name(module, file.arch))
-        a, b = _pair(path, pair, source, sources)
+        a, b = _pair(path, pair, source, sources=sources)
         projection = source.split(".")[-2]
         if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted there, as the base's are
             attn = config.layers[int(source.split(".")[2])].attn

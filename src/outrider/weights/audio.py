@@ -88,7 +88,7 @@ def load_audio(
     """By the names of `AudioConfig.tensors`; wrong tensors are errors. dummy_seed: random weights instead."""
     shapes = config.tensors()
     if dummy_seed is not None:
-        return _dummy(shapes, device, dtype, dummy_seed)
+        return _dummy(shapes, device, dtype, seed=dummy_seed)
     if files.gguf is not None:
         path = companion(files.path, "mmproj")
         assert path is not None, "it was there when the configuration was read"

@@ -190,7 +190,7 @@ def hf_config(file: GGUF) -> ForeignDict:
         "eos_token_id": eos_ids(file),
     }
     if not file.arch.startswith("gemma4"):
-        return config | _plain(meta, heads, layers, config["hidden_size"])
+        return config | _plain(meta, heads, layers, hidden=config["hidden_size"])
     config |= _gemma4(meta, layers)
     return config if file.arch == "gemma4" else _assistant(file, config)
 
@@ -219,7 +219,7 @@ def _block(file: GGUF) -> ForeignDict:
     taps = meta.get("target_layers" if file.arch == "dflash" else "extract_layers")
     if not layers or not heads or not vocab or not isinstance(taps, np.ndarray) or taps.dtype.kind not in "iu":
         raise OutriderError(f"{file.path}: no layers, heads, vocabulary or target layers for a {file.arch} drafter")
-    config |= {"vocab_size": vocab, **_plain(meta, heads, layers, hidden)}
+    config |= {"vocab_size": vocab, **_plain(meta, heads, layers, hidden=hidden)}
     if file.arch == "eagle3":
         head = tensors.get("output.weight")
         return config | {

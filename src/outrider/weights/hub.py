@@ -162,14 +162,14 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
     """A repository. Its configuration is read first: an unsupported model costs no download."""
     drafter = kind == "drafter"
     if quant is not None:
-        return from_gguf(repos.gguf_file(repo, quant, drafter, weights), name)
+        return from_gguf(repos.gguf_file(repo, quant, drafter, fetch=weights), name)
     cached = [p for p in repos.in_cache(repo) if repos.is_drafter(p) == drafter]
     if cached:
         only = repos.quantisation(cached[0]) if len(cached) == 1 else None
-        return from_gguf(repos.gguf_file(repo, only, drafter, weights), name)
+        return from_gguf(repos.gguf_file(repo, only, drafter, fetch=weights), name)
     folder = snapshot(repo, SETTINGS)
     if not (folder / "config.json").is_file():
-        return from_gguf(repos.gguf_file(repo, None, drafter, weights), name)
+        return from_gguf(repos.gguf_file(repo, quant=None, drafter=drafter, fetch=weights), name)
     files = from_folder(folder, name)
     if not weights:
         return files

@@ -52,7 +52,7 @@ def load_target(
     **how: Unpack[LoadOptions],
 ) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:
     files = hub.resolve(name, "model", weights=how.get("load_format") != "dummy")
-    config, weights = load(files, model_config(files), device, dtype, ops, **how)
+    config, weights = load(files, model_config(files), device, dtype=dtype, ops=ops, **how)
     return config, weights, text_files(files)
 
 
@@ -64,7 +64,7 @@ def load_drafter(
     **how: Unpack[LoadOptions],
 ) -> tuple[DrafterConfig, dict[str, DeviceWeight]]:
     files = hub.resolve(name, "drafter", weights=how.get("load_format") != "dummy")
-    return load(files, translate(DrafterConfig.from_hf, files), device, dtype, ops, **how)
+    return load(files, translate(DrafterConfig.from_hf, files), device, dtype=dtype, ops=ops, **how)
 
 
 def load(
@@ -91,7 +91,7 @@ def load(
         )
     source = open_source(files)
     plans = tensor_plan(config, source.entries)
-    pieces = check(source, plans, config, how)
+    pieces = check(source, plans, config, how=how)
     least = 1 if quantize is None else 32  # it will be quantised in groups of 32
     rank_config, cuts = divided(config, tp, lambda name: aligned(pieces[name], least))
     kinds = {entry.kind for each in pieces.values() for piece in each for entry in piece.entries}
@@ -112,7 +112,7 @@ def load(
             if not isinstance(config, DrafterConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
                 weight = packed(plan, parts, ops=ops, device=device, table=only_looked_up(config, name), halves=halves)
             if weight is None:
-                filled = dense(plan, parts, device, dtype, source.plus_one_done)
+                filled = dense(plan, parts, device, dtype=dtype, plus_one_done=source.plus_one_done)
                 weight = transform(config, name, plan=plan, tensor=filled, ops=ops, quantize=quantize)
             for piece in pieces[name]:
                 piece.release()
@@ -188,7 +188,7 @@ def check(
     for key, plan in plans.items():
         pieces[key] = []
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
-            piece = find(source, how, name, shape, plan.role)
+            piece = find(source, how, name, shape=shape, role=plan.role)
             if piece is None:
                 missing.append(name)
                 continue

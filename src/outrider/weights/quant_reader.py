@@ -166,7 +166,7 @@ def int_quantized() -> QuantReader:
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         q = expect(where, tensors, name="weight", shape=shape, kinds="int8").view(torch.uint8) ^ 128
-        return Weight(format, shape, {"q": q, "scale": spread(where, tensors, "weight_scale", shape)})
+        return Weight(format, shape, {"q": q, "scale": spread(where, tensors, "weight_scale", shape=shape)})
 
     optional = ("weight_zero_point", *ACTIVATION_SCALES)
     return QuantReader(
@@ -183,7 +183,7 @@ def float8(method: str, block: tuple[int, int] | None = None, scale: str = "weig
 
     def read(where: str, shape: Shape, tensors: Tensors) -> Weight:
         q = expect(where, tensors, name="weight", shape=shape, kinds="float8_e4m3fn")
-        return Weight(format, shape, {"q": q, "scale": spread(where, tensors, scale, shape, block)})
+        return Weight(format, shape, {"q": q, "scale": spread(where, tensors, scale, shape=shape, block=block)})
 
     name = f"{method} fp8{'' if block is None else f' block {block[0]}x{block[1]}'}"
     return QuantReader(name, format, suffixes=("weight", scale), read=read, optional=ACTIVATION_SCALES)

@@ -76,11 +76,11 @@ def refused(method: str, why: str) -> OutriderError:
 
 # ---- the methods ----------------------------------------------------------------------------------------------------
 def by_awq(settings: Settings) -> QuantScheme:
-    bits = whole(settings, "bits", 4, "awq")
+    bits = whole(settings, "bits", default=4, method="awq")
     version = str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise refused("awq", f"{bits} bits in layout {version!r} are not supported; known: 4 bits, gemm")
-    stored = by_columns("awq", 4, whole(settings, "group_size", 128, "awq"))
+    stored = by_columns("awq", 4, whole(settings, "group_size", default=128, method="awq"))
     return all_but(strings(settings, "modules_to_not_convert"), stored)
 
 
@@ -95,8 +95,8 @@ def by_gptq(settings: Settings) -> QuantScheme:
     """`dynamic`: "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes their settings."""
 
     def stored(values: Settings) -> QuantReader:
-        bits = whole(values, "bits", 4, "gptq")
-        group = whole(values, "group_size", 128, "gptq")
+        bits = whole(values, "bits", default=4, method="gptq")
+        group = whole(values, "group_size", default=128, method="gptq")
         if bits not in (4, 8):
             raise refused("gptq", f"{bits} bits are not supported; known: 4, 8")
         less_one = settings.get("checkpoint_format") != "gptq_v2"
@@ -175,10 +175,10 @@ def by_compressed_tensors(settings: Settings) -> QuantScheme:
 
 
 def compressed_reader(layout: str, weights: Settings) -> QuantReader:
-    kind = f"{weights.get('type', 'int')}{whole(weights, 'num_bits', 8, COMPRESSED)}"
+    kind = f"{weights.get('type', 'int')}{whole(weights, 'num_bits', default=8, method=COMPRESSED)}"
     strategy = weights.get("strategy")
     if layout == "pack-quantized" and kind in ("int4", "int8") and strategy in ("group", "channel"):
-        group = whole(weights, "group_size", None, COMPRESSED) if strategy == "group" else 0
+        group = whole(weights, "group_size", default=None, method=COMPRESSED) if strategy == "group" else 0
         if group not in (0, 16, 32, 64, 128, 256):
             raise refused(COMPRESSED, f"{layout} with {kind} weights in groups of {group} is not supported")
         ordered = weights.get("actorder") in ("group", True)

@@ -105,17 +105,17 @@ def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool =
     cached = {str(p): p for p in in_cache(repo)}
     if quant is not None and cached:
         with suppress(OutriderError):  # another quantisation: the hub may have this one
-            return cached[choose(cached, repo, quant, drafter)]
+            return cached[choose(cached, repo, quant, drafter=drafter)]
     if not fetch:
         if cached and quant is None:
-            return cached[choose(cached, repo, quant, drafter)]
+            return cached[choose(cached, repo, quant, drafter=drafter)]
         name = repo if quant is None else f"{repo}:{quant}"
         raise OutriderError(f"{repo} is a GGUF repository and not in the cache: `outrider pull {name}` fetches it")
     from huggingface_hub import HfApi, hf_hub_download
 
     with hub_errors(repo):
         names = [file.rfilename for file in HfApi().model_info(repo).siblings or ()]  # one request, no retries
-        chosen = choose(names, repo, quant, drafter)
+        chosen = choose(names, repo, quant, drafter=drafter)
         path = Path(hf_hub_download(repo, chosen))
         if not drafter and any(is_drafter(name) for name in names):
             hf_hub_download(repo, choose([n for n in names if is_drafter(n)], repo, None, drafter=True))

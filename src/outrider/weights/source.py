@@ -68,10 +68,10 @@ def find(
     scheme = recipe if role in ("matrix", "embedding") else None
     stored = None
     if scheme is not None and (entry is None or entry.kind not in (*FLOATS, *BLOCKS)):
-        stored = _matrix(source, scheme, name.removesuffix(".weight"), shape)
+        stored = _matrix(source, scheme, name.removesuffix(".weight"), shape=shape)
         if stored is None and len(shape) == 3:
             return _experts(source, scheme, name=name, shape=shape)
-    return stored if stored is not None or entry is None else _plain(source.where, entry, name, shape, role)
+    return stored if stored is not None or entry is None else _plain(source.where, entry, name, shape=shape, role=role)
 
 
 def _plain(where: str, entry: TensorEntry, name: str, shape: tuple[int, ...], role: Role) -> SourceTensor:
@@ -119,7 +119,9 @@ def _experts(source: TensorSource, recipe: QuantScheme, name: str, shape: tuple[
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, (last,))
     groups: list[list[SourceTensor]] = []
     for e in range(count):
-        matrices = [_matrix(source, recipe, f"{base}.{e}.{part}", (rows // len(parts), columns)) for part in parts]
+        matrices = [
+            _matrix(source, recipe, f"{base}.{e}.{part}", shape=(rows // len(parts), columns)) for part in parts
+        ]
         groups.append([m for m in matrices if m is not None])
         if len(groups[-1]) < len(parts):
             return None

@@ -72,7 +72,7 @@ def load_vision(
     """By the names of `VisionConfig.tensors`; wrong tensors are errors. dummy_seed: random weights instead."""
     wanted = config.tensors()
     if dummy_seed is not None:
-        return _dummy(wanted, device, dtype, dummy_seed)
+        return _dummy(wanted, device, dtype, seed=dummy_seed)
     where, stored = _stored(files, config)
     tensors: dict[str, Tensor] = {}
     for name, shape in wanted.items():

@@ -392,7 +392,7 @@ def attend(
     shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
-    out, launches = launches_of(q, spec, kv, pdl, cut, shape, span_end)
+    out, launches = launches_of(q, spec, kv, pdl=pdl, cut=cut, shape=shape, span_end=span_end)
     for launch in launches:
         launch.run()
     return out
@@ -410,7 +410,7 @@ def launches_of(
     dim = spec.head_dim
     shared = max_smem(q.device)
     cut = cut or choose_reduction(spec, q.dtype, shared)
-    shape = shape or fit_smem(choose_config(spec, cut, kv, batch, q.dtype), spec, shared)
+    shape = shape or fit_smem(choose_config(spec, cut, kv, batch=batch, dtype=q.dtype), spec, shared)
     if span_end:  # splits after a row are its own too: one program processes them all
         shape = replace(shape, split=False, run=1)
     out = torch.empty_like(q)
@@ -449,11 +449,11 @@ def launches_of(
         TREE_DEPTH=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu", SPAN=span_end > 0, num_warps=shape.warps,
         num_stages=shape.stages, **same,
     )
-    launches = [Launch(attend_kernel, (programs, spec.kv_heads * tiles, batch), arguments, options)]
+    launches = [Launch(attend_kernel, (programs, spec.kv_heads * tiles, batch), arguments, options=options)]
     if shape.split:
         block = min(32, triton.cdiv(slots, 4) * 4)
         piece = min(padded, 128)
         sums = (partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots)
         blocks = dict(BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same)
-        launches.append(Launch(combine_kernel, (rows, spec.heads, triton.cdiv(dim, piece)), sums, blocks))
+        launches.append(Launch(combine_kernel, (rows, spec.heads, triton.cdiv(dim, piece)), sums, options=blocks))
     return out, launches

@@ -80,13 +80,17 @@ def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int,
     eight = is_fp8(kv, spec)
     if 16 < packed <= 64 and pairs >= 32:  # a tile of 64 queries, among whose rows nothing is exchanged
         if spec.window is not None:
-            return AttentionConfig(False, 64, 4, 4 if pairs <= 66 else 3, parts=2)
+            return AttentionConfig(split=False, bq=64, warps=4, stages=4 if pairs <= 66 else 3, parts=2)
         if pairs * triton.cdiv(packed, 16) <= 132:
-            return AttentionConfig(False, 16, 8, 3)
-        return AttentionConfig(False, 32, 8) if eight else AttentionConfig(False, 64, 8, 3, parts=2)
+            return AttentionConfig(split=False, bq=16, warps=8, stages=3)
+        return (
+            AttentionConfig(False, 32, 8) if eight else AttentionConfig(split=False, bq=64, warps=8, stages=3, parts=2)
+        )
     if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair if each gets an SM
         few = pairs <= 66
-        return AttentionConfig(False, 16, 4 if few else 8, 3 if eight or not few else 4, parts=2 if few else 1)
+        return AttentionConfig(
+            split=False, bq=16, warps=4 if few else 8, stages=3 if eight or not few else 4, parts=2 if few else 1
+        )
     return None
 
 
@@ -97,7 +101,11 @@ def prefill_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int) -
     eight = is_fp8(kv, spec)
     tiles = batch * spec.kv_heads * triton.cdiv(queries, 64)
     if not large:
-        return AttentionConfig(False, 32, 4, 3) if eight and spec.window is not None else AttentionConfig(False, 64, 8)
+        return (
+            AttentionConfig(split=False, bq=32, warps=4, stages=3)
+            if eight and spec.window is not None
+            else AttentionConfig(False, 64, 8)
+        )
     if eight and cut.bn == 32:
         return AttentionConfig(False, 32, 4 if kv.max_context > 4096 and tiles > 132 else 8)
     return AttentionConfig(False, 32 if cut.bn == 64 or tiles <= 132 else 64, 8)
@@ -114,11 +122,11 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
     eight = is_fp8(kv, spec)
     if dtype == torch.float32:
         return AttentionConfig(kv.ancestors is not None or (slots > 1 and programs < 396), 16, 8)
-    many = many_seqs_config(spec, cut, kv, batch, slots)
+    many = many_seqs_config(spec, cut, kv, batch=batch, slots=slots)
     if many is not None:
         return many
     if packed > MIN_QUERIES and kv.ancestors is None:
-        return prefill_config(spec, cut, kv, batch)
+        return prefill_config(spec, cut, kv, batch=batch)
     if sliding:
         enough = 128 if cut.bn == 64 or packed <= 16 else 64
     elif slots > 64:
@@ -128,16 +136,20 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
     apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
     if kv.ancestors is None and (slots == 1 or programs >= enough or apart > MAX_PARTIAL_BYTES):
         if sliding and cut.bn == 64:
-            return AttentionConfig(False, 16, 8 if programs <= 132 else 4, 3 if eight or programs <= 132 else 2)
+            return AttentionConfig(
+                split=False, bq=16, warps=8 if programs <= 132 else 4, stages=3 if eight or programs <= 132 else 2
+            )
         if sliding:
-            return AttentionConfig(False, 16, 4, 3)
+            return AttentionConfig(split=False, bq=16, warps=4, stages=3)
         if large and cut.bn == 32 and packed <= 16:
-            return AttentionConfig(False, 16, 8, 3)
+            return AttentionConfig(split=False, bq=16, warps=8, stages=3)
         if cut.bn == 64 and programs >= 132 and packed > 16:
             return AttentionConfig(False, 32, 8)
-        return AttentionConfig(False, 16, 4 if cut.bn == 32 else 8, 3 if eight and cut.bn == 64 else 2)
+        return AttentionConfig(
+            split=False, bq=16, warps=4 if cut.bn == 32 else 8, stages=3 if eight and cut.bn == 64 else 2
+        )
     if kv.ancestors is not None and cut.bn == 64 and packed > 16:
-        few = AttentionConfig(True, 32, 8, 1) if large else AttentionConfig(True, 32, 4)
+        few = AttentionConfig(split=True, bq=32, warps=8, stages=1) if large else AttentionConfig(True, 32, 4)
     elif eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16)):
         # half the bytes: two programs fit an SM
         few = AttentionConfig(True, 16, 8 if large and batch == 1 and packed <= 16 else 4)

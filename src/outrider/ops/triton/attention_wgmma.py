@@ -34,7 +34,7 @@ class AttentionWgmma(NvrtcKernels):
         if cut is None and packed <= MIN_QUERIES:
             return None
         cut = cut or choose_reduction(spec, q.dtype, self.room)
-        if not suits(spec, kv, q.dtype, cut):
+        if not suits(spec, kv, q.dtype, cut=cut):
             return None
         kernel = self.kernel("attention_wgmma", {"PAGE": kv.page_size})
         out = torch.empty_like(q)
@@ -54,7 +54,9 @@ def map_of(cache: Tensor | None) -> TensorMap:
     """Tensor map of a layer's keys or values [pages, kv_heads, page, D], by up to 32 positions of a page."""
     assert cache is not None
     width = cache.shape[-1]
-    return tensor_map(cache.data_ptr(), cache.numel() // width, width, width, min(cache.shape[2], 32), False)
+    return tensor_map(
+        cache.data_ptr(), cache.numel() // width, width, stride=width, tile_rows=min(cache.shape[2], 32), paired=False
+    )
 
 
 def suits(spec: AttnSpec, kv: KVView, dtype: torch.dtype, cut: ReductionSpec) -> bool:

@@ -43,7 +43,7 @@ class Card:
     @staticmethod
     def of(device: torch.device) -> Card:
         if device.type != "cuda":
-            return Card("no card", (0, 0), sm_count(device), max_smem(device), cuda=False, hopper=True)
+            return Card("no card", (0, 0), sm_count(device), shared=max_smem(device), cuda=False, hopper=True)
         capability = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_properties(device).name
         reason = missing() if capability == HOPPER else None

@@ -98,7 +98,7 @@ def argmax(
 def gumbel_argmax(
     ops: Launcher, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor
 ) -> Tensor:
-    return argmax(ops, z, (seed, position, sampled.view(torch.uint8)), tokens)
+    return argmax(ops, z, (seed, position, sampled.view(torch.uint8)), tokens=tokens)
 
 
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "temperature", "sampled"])

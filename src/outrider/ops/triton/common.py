@@ -48,7 +48,7 @@ class Launch:
     def shell(self) -> Launch:
         """The same without memory, to be compiled."""
         empty = (torch.empty(0, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in self.arguments)
-        return Launch(self.kernel, self.grid, tuple(empty), self.options)
+        return Launch(self.kernel, self.grid, tuple(empty), options=self.options)
 
     @property
     def variant(self) -> tuple[object, ...]:

@@ -151,7 +151,7 @@ class SteppedDrafter:
         state = self.drafter.start(kv, features)
         noise = noise._replace(sampled=noise.sampled.view(torch.uint8))
         for step in range(steps):
-            self._pre(last, features, out, step)
+            self._pre(last, features, out, step=step)
             for i in range(len(self.layers)):
                 self._layer(i, state, step == 0)
             self._head(noise, step)
@@ -215,7 +215,7 @@ class SteppedDrafter:
         spec: AttnSpec = block.spec
         stream = (self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm)
         chunks = 0 if i else 2 * self.chunks if first else self.chunks + 1
-        self._rows(qkv, stream, self.before, self.q, False, CHUNKS=chunks, PARTS=self.down_parts, SCALED=True)
+        self._rows(qkv, stream, self.before, out=self.q, gated=False, CHUNKS=chunks, PARTS=self.down_parts, SCALED=True)
         keys = kv.keys[spec.kv_layer]
         values = kv.values[spec.kv_layer]
         table = kv.tables[spec.group]
@@ -230,10 +230,10 @@ class SteppedDrafter:
         kernels.combine_kernel[(spec.heads, spec.head_dim // piece)](
             self.part, self.ml, kv.positions, self.mixed, BD=piece, num_warps=4, **same
         )
-        parts = self._wide(out, self.mixed, spec.heads * spec.head_dim, self.cuts.out)
+        parts = self._wide(out, self.mixed, spec.heads * spec.head_dim, cut=self.cuts.out)
         stream = (self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm)
-        self._rows(gate_up, stream, self.between, self.act, True, CHUNKS=0, PARTS=parts, SCALED=False)
-        self._wide(down, self.act, block.down.shape[1], self.cuts.down)
+        self._rows(gate_up, stream, self.between, out=self.act, gated=True, CHUNKS=0, PARTS=parts, SCALED=False)
+        self._wide(down, self.act, block.down.shape[1], cut=self.cuts.down)
 
     def _head(self, noise: tuple[Tensor, ...], step: int) -> None:
         block = self.drafter.blocks[-1]

@@ -306,15 +306,15 @@ class DenseShape(NamedTuple):
 
     @property
     def order(self) -> GemmReduction:
-        return self.reduction or choose_reduction(self.n, self.k, self.gated, self.itemsize)
+        return self.reduction or choose_reduction(self.n, self.k, self.gated, bytes_per=self.itemsize)
 
     @property
     def triton_plan(self) -> GemmPlan:
-        return triton_plan(self.order, self.n, self.k, self.rows, self.gated, self.itemsize)
+        return triton_plan(self.order, self.n, self.k, rows=self.rows, gated=self.gated, bytes_per=self.itemsize)
 
     @property
     def wgmma_plan(self) -> GemmPlan:
-        return wgmma_plan(self.order, self.n, self.k, self.rows, self.gated)
+        return wgmma_plan(self.order, self.n, self.k, rows=self.rows, gated=self.gated)
 
     @property
     def spans(self) -> int:
@@ -381,13 +381,13 @@ class DenseCall:
         """By `linear_kernel`. The tiles of stream-K are loaded without TMA."""
         shape = self.shape
         config = replace(shape.triton_plan.config, tma=False)
-        config = gemm_config.fit_smem(config, 2 if shape.gated else 1, shape.itemsize, self.device.shared)
-        return launch_of(self.x, self.w, self.device, self.end, tile=self.reduction, shape=config)
+        config = gemm_config.fit_smem(config, 2 if shape.gated else 1, shape.itemsize, shared=self.device.shared)
+        return launch_of(self.x, self.w, self.device, end=self.end, tile=self.reduction, shape=config)
 
     def streamk_launch(self) -> GemmLaunch:
         """By `streamk_kernel`, or `splitk_kernel` if the weight has several spans."""
         config = self.shape.triton_plan.config
-        return launch_of(self.x, self.w, self.device, self.end, tile=self.reduction, shape=config)
+        return launch_of(self.x, self.w, self.device, end=self.end, tile=self.reduction, shape=config)
 
     def run_wgmma(self) -> Tensor | None:
         if self.device.wgmma is None:
@@ -415,7 +415,7 @@ def placeholder_call(kind: GemmKind, rows: int, device: GemmDevice) -> DenseCall
     x = shell((rows, kind.k), dtype=kind.dtype)
     w = shell((kind.n * sides, kind.k), dtype=kind.dtype)
     semaphores = shell(gemm_config.NUM_SEMAPHORES, dtype=torch.int32)
-    return DenseCall(x, w, replace(device, semaphores=semaphores), end)
+    return DenseCall(x, w, replace(device, semaphores=semaphores), end=end)
 
 
 class Precompiler:
@@ -456,7 +456,7 @@ def dense_gemm(
 ) -> Tensor:
     """x [R, K], w [N, K] -> [R, N] in Triton. tile, shape: override the table; lora: adapters to be added, of at most
     MAX_FEW_ROWS rows."""
-    return launch_of(x, w, device, end, tile=tile, shape=shape, lora=lora).run()
+    return launch_of(x, w, device, end=end, tile=tile, shape=shape, lora=lora).run()
 
 
 @dataclass(frozen=True)
@@ -485,12 +485,12 @@ def launch_of(
     itemsize = w.element_size()
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
-    tile = tile or choose_reduction(n, k, gated, itemsize)
+    tile = tile or choose_reduction(n, k, gated, bytes_per=itemsize)
     span = tile.span(k)
     splits = triton.cdiv(k, span)
     if shape is None:
-        shape = triton_plan(tile, n, k, rows, gated, itemsize).config
-        shape = gemm_config.fit_smem(shape, 2 if gated else 1, itemsize, device.shared)
+        shape = triton_plan(tile, n, k, rows=rows, gated=gated, bytes_per=itemsize).config
+        shape = gemm_config.fit_smem(shape, 2 if gated else 1, itemsize, shared=device.shared)
     serial_splitk = splits > 1 and shape.serial_splitk
     assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
     out = x.new_empty((rows, n), dtype=end.out_dtype or x.dtype)
@@ -516,8 +516,10 @@ def launch_of(
             device.semaphores, rows, n, k, *numbers,
         )
         if splits > 1:
-            return GemmLaunch(splitk_kernel, (programs,), launch_arguments, ends, out)
-        return GemmLaunch(streamk_kernel, (programs,), launch_arguments, ends | dict(CUT=cut), out)
+            return GemmLaunch(kernel=splitk_kernel, grid=(programs,), arguments=launch_arguments, options=ends, out=out)
+        return GemmLaunch(
+            kernel=streamk_kernel, grid=(programs,), arguments=launch_arguments, options=ends | dict(CUT=cut), out=out
+        )
     grid = (tiles_m, tiles_n, 1 if serial_splitk else splits)
     partial_out = x.new_empty(tiles_m * tiles_n * splits * sums_of_tile, dtype=torch.float32) if grid[2] > 1 else out
     arguments = (
@@ -535,4 +537,4 @@ def launch_of(
     )
     if lora is not None and shape.bm == 16 and shape.stages <= 3:
         ends["maxnreg"] = 80  # as many programs at a time as without changes: they are what hides its loads
-    return GemmLaunch(linear_kernel, grid, arguments, ends, out)
+    return GemmLaunch(kernel=linear_kernel, grid=grid, arguments=arguments, options=ends, out=out)

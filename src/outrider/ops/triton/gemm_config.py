@@ -63,82 +63,92 @@ class GemmPlan(NamedTuple):
 
 
 MEASURED = {  # (N, K, gated)
-    (262144, 1536, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # E2B embed
-    (8960, 1536, 0): GemmReduction(64, 64, 1, 8, swap_ab=True, many=(128, 64, 8, 4)),  # E2B ple_proj
-    (2560, 1536, 0): GemmReduction(64, 128, 2, 7, swap_ab=True),  # E2B qkv
-    (1536, 2048, 0): GemmReduction(64, 128, 3, 7, swap_ab=True),  # E2B out
-    (6144, 1536, 1): GemmReduction(64, 64, 1, 8, swap_ab=True, many=(64, 128, 5, 4)),  # E2B gate_up
-    (1536, 6144, 0): GemmReduction(64, 128, 5, 8, swap_ab=True),  # E2B down
-    (256, 1536, 0): GemmReduction(16, 128, 6, 6, many=(16, 128, 3, 4)),  # E2B ple_gate
-    (1536, 256, 0): GemmReduction(32, 128, 1, 6, many=(16, 128, 3, 4)),  # E2B ple_out
-    (5120, 1536, 0): GemmReduction(64, 64, 1, 8, swap_ab=True),  # E2B qkv
-    (1536, 4096, 0): GemmReduction(64, 128, 5, 8, swap_ab=True),  # E2B out
-    (2048, 1536, 0): GemmReduction(64, 128, 2, 7, swap_ab=True),  # E2B qkv
-    (12288, 1536, 1): GemmReduction(32, 128, 1, 3, swap_ab=True, many=(128, 128, 3, 8)),  # E2B gate_up
-    (1536, 12288, 0): GemmReduction(64, 128, 4, 8, swap_ab=True),  # E2B down
-    (4096, 1536, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # E2B qkv
-    (262144, 2560, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # E4B embed
-    (10752, 2560, 0): GemmReduction(128, 64, 1, 8, swap_ab=True, many=(64, 128, 4, 4)),  # E4B ple_proj
-    (3072, 2560, 0): GemmReduction(32, 128, 4, 6, many=(32, 128, 5, 4)),  # E4B qkv
-    (2560, 2048, 0): GemmReduction(64, 128, 3, 6, swap_ab=True),  # E4B out
-    (10240, 2560, 1): GemmReduction(32, 128, 1, 3, swap_ab=True, many=(64, 128, 3, 4)),  # E4B gate_up
-    (2560, 10240, 0): GemmReduction(64, 128, 3, 8, swap_ab=True, many=(64, 128, 8, 4)),  # E4B down
-    (256, 2560, 0): GemmReduction(16, 128, 6, 6, many=(16, 128, 5, 4)),  # E4B ple_gate
-    (2560, 256, 0): GemmReduction(64, 256, 1, 2, many=(32, 128, 3, 4)),  # E4B ple_out
-    (6144, 2560, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 64, 8, 4)),  # E4B qkv
-    (2560, 4096, 0): GemmReduction(64, 128, 3, 8, swap_ab=True),  # E4B out
-    (2048, 2560, 0): GemmReduction(64, 128, 4, 5, swap_ab=True, many=(64, 128, 5, 4)),  # E4B qkv
-    (4096, 2560, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # E4B qkv
-    (262144, 3840, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 12B embed
-    (8192, 3840, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 128, 4, 4)),  # 12B qkv
-    (3840, 4096, 0): GemmReduction(64, 128, 2, 8, swap_ab=True),  # 12B out
-    (15360, 3840, 1): GemmReduction(64, 128, 1, 3, swap_ab=True, many=(128, 128, 3, 8)),  # 12B gate_up
-    (3840, 15360, 0): GemmReduction(64, 128, 2, 8, swap_ab=True),  # 12B down
-    (8704, 3840, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 12B qkv
-    (3840, 8192, 0): GemmReduction(64, 128, 2, 8, swap_ab=True, many=(64, 128, 8, 4)),  # 12B out
-    (262144, 2816, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 26B-A4B embed
-    (8192, 2816, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 128, 4, 4)),  # 26B-A4B qkv
-    (2816, 4096, 0): GemmReduction(64, 64, 3, 8, swap_ab=True, many=(64, 64, 8, 4)),  # 26B-A4B out
-    (2112, 2816, 1): GemmReduction(32, 128, 1, 8, swap_ab=True),  # 26B-A4B gate_up
-    (2816, 2112, 0): GemmReduction(64, 64, 3, 8, swap_ab=True),  # 26B-A4B down
-    (128, 2816, 0): GemmReduction(16, 128, 8, 6, many=(16, 128, 4, 4)),  # 26B-A4B router
-    (9216, 2816, 0): GemmReduction(64, 64, 1, 8, swap_ab=True, many=(128, 128, 5, 4)),  # 26B-A4B qkv
-    (2816, 8192, 0): GemmReduction(64, 128, 3, 8, swap_ab=True, many=(64, 128, 8, 4)),  # 26B-A4B out
-    (262144, 5376, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 31B embed
-    (16384, 5376, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(64, 128, 4, 4)),  # 31B qkv
-    (5376, 8192, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # 31B out
-    (21504, 5376, 1): GemmReduction(32, 128, 1, 2, many=(64, 64, 4, 4)),  # 31B gate_up
-    (5376, 21504, 0): GemmReduction(64, 128, 3, 5, swap_ab=True),  # 31B down
-    (18432, 5376, 0): GemmReduction(64, 64, 1, 5, many=(128, 128, 3, 4)),  # 31B qkv
-    (5376, 16384, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 128, 8, 4)),  # 31B out
-    (256, 3072, 0): GemmReduction(32, 128, 6, 6, many=(32, 128, 6, 4)),  # E2B-assistant pre
-    (2048, 256, 0): GemmReduction(64, 128, 1, 4, many=(32, 128, 6, 4)),  # E2B-assistant centroids
-    (1024, 256, 0): GemmReduction(16, 128, 1, 6, many=(32, 64, 6, 4)),  # E2B-assistant qkv
-    (256, 1024, 0): GemmReduction(64, 64, 4, 5, swap_ab=True),  # E2B-assistant out
-    (2048, 256, 1): GemmReduction(32, 256, 1, 2, many=(64, 64, 6, 4)),  # E2B-assistant gate_up
-    (256, 2048, 0): GemmReduction(16, 128, 4, 6, many=(32, 64, 6, 4)),  # E2B-assistant down
-    (256, 5120, 0): GemmReduction(32, 128, 12, 6, many=(32, 128, 6, 4)),  # E4B-assistant pre
-    (262144, 1024, 0): GemmReduction(32, 128, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant embed
-    (1024, 7680, 0): GemmReduction(32, 128, 12, 6, many=(32, 128, 6, 4)),  # 12B-assistant pre
-    (3840, 1024, 0): GemmReduction(16, 256, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant post
-    (4096, 1024, 0): GemmReduction(16, 256, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant qkv
-    (1024, 4096, 0): GemmReduction(16, 256, 4, 6, many=(64, 64, 6, 4)),  # 12B-assistant out
-    (8192, 1024, 1): GemmReduction(64, 64, 1, 5, many=(64, 64, 6, 4)),  # 12B-assistant gate_up
-    (1024, 8192, 0): GemmReduction(64, 128, 8, 8, swap_ab=True),  # 12B-assistant down
-    (8192, 1024, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # 12B-assistant qkv
-    (1024, 5632, 0): GemmReduction(64, 128, 8, 6, swap_ab=True),  # 26B-A4B-assistant pre
-    (2816, 1024, 0): GemmReduction(64, 64, 3, 6, swap_ab=True),  # 26B-A4B-assistant post
-    (1024, 10752, 0): GemmReduction(32, 128, 12, 6, many=(32, 128, 6, 4)),  # 31B-assistant pre
-    (5376, 1024, 0): GemmReduction(64, 128, 2, 5, swap_ab=True),  # 31B-assistant post
-    (16384, 1024, 0): GemmReduction(64, 64, 1, 6, many=(128, 64, 6, 4)),  # 31B-assistant qkv
-    (1024, 16384, 0): GemmReduction(64, 128, 8, 8, swap_ab=True),  # 31B-assistant out
+    # E2B
+    (262144, 1536, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(128, 128, 5, 4)),  # embed
+    (8960, 1536, 0): GemmReduction(bn=64, bk=64, splits=1, stages=8, swap_ab=True, many=(128, 64, 8, 4)),  # ple_proj
+    (2560, 1536, 0): GemmReduction(bn=64, bk=128, splits=2, stages=7, swap_ab=True),  # qkv
+    (1536, 2048, 0): GemmReduction(bn=64, bk=128, splits=3, stages=7, swap_ab=True),  # out
+    (6144, 1536, 1): GemmReduction(bn=64, bk=64, splits=1, stages=8, swap_ab=True, many=(64, 128, 5, 4)),  # gate_up
+    (1536, 6144, 0): GemmReduction(bn=64, bk=128, splits=5, stages=8, swap_ab=True),  # down
+    (256, 1536, 0): GemmReduction(bn=16, bk=128, splits=6, stages=6, many=(16, 128, 3, 4)),  # ple_gate
+    (1536, 256, 0): GemmReduction(bn=32, bk=128, splits=1, stages=6, many=(16, 128, 3, 4)),  # ple_out
+    (5120, 1536, 0): GemmReduction(bn=64, bk=64, splits=1, stages=8, swap_ab=True),  # qkv
+    (1536, 4096, 0): GemmReduction(bn=64, bk=128, splits=5, stages=8, swap_ab=True),  # out
+    (2048, 1536, 0): GemmReduction(bn=64, bk=128, splits=2, stages=7, swap_ab=True),  # qkv
+    (12288, 1536, 1): GemmReduction(bn=32, bk=128, splits=1, stages=3, swap_ab=True, many=(128, 128, 3, 8)),  # gate_up
+    (1536, 12288, 0): GemmReduction(bn=64, bk=128, splits=4, stages=8, swap_ab=True),  # down
+    (4096, 1536, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True),  # qkv
+    # E4B
+    (262144, 2560, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(128, 128, 5, 4)),  # embed
+    (10752, 2560, 0): GemmReduction(bn=128, bk=64, splits=1, stages=8, swap_ab=True, many=(64, 128, 4, 4)),  # ple_proj
+    (3072, 2560, 0): GemmReduction(bn=32, bk=128, splits=4, stages=6, many=(32, 128, 5, 4)),  # qkv
+    (2560, 2048, 0): GemmReduction(bn=64, bk=128, splits=3, stages=6, swap_ab=True),  # out
+    (10240, 2560, 1): GemmReduction(bn=32, bk=128, splits=1, stages=3, swap_ab=True, many=(64, 128, 3, 4)),  # gate_up
+    (2560, 10240, 0): GemmReduction(bn=64, bk=128, splits=3, stages=8, swap_ab=True, many=(64, 128, 8, 4)),  # down
+    (256, 2560, 0): GemmReduction(bn=16, bk=128, splits=6, stages=6, many=(16, 128, 5, 4)),  # ple_gate
+    (2560, 256, 0): GemmReduction(bn=64, bk=256, splits=1, stages=2, many=(32, 128, 3, 4)),  # ple_out
+    (6144, 2560, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True, many=(64, 64, 8, 4)),  # qkv
+    (2560, 4096, 0): GemmReduction(bn=64, bk=128, splits=3, stages=8, swap_ab=True),  # out
+    (2048, 2560, 0): GemmReduction(bn=64, bk=128, splits=4, stages=5, swap_ab=True, many=(64, 128, 5, 4)),  # qkv
+    (4096, 2560, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True),  # qkv
+    # 12B
+    (262144, 3840, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(128, 128, 5, 4)),  # embed
+    (8192, 3840, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True, many=(64, 128, 4, 4)),  # qkv
+    (3840, 4096, 0): GemmReduction(bn=64, bk=128, splits=2, stages=8, swap_ab=True),  # out
+    (15360, 3840, 1): GemmReduction(bn=64, bk=128, splits=1, stages=3, swap_ab=True, many=(128, 128, 3, 8)),  # gate_up
+    (3840, 15360, 0): GemmReduction(bn=64, bk=128, splits=2, stages=8, swap_ab=True),  # down
+    (8704, 3840, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(128, 128, 5, 4)),  # qkv
+    (3840, 8192, 0): GemmReduction(bn=64, bk=128, splits=2, stages=8, swap_ab=True, many=(64, 128, 8, 4)),  # out
+    # 26B-A4B
+    (262144, 2816, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(128, 128, 5, 4)),  # embed
+    (8192, 2816, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True, many=(64, 128, 4, 4)),  # qkv
+    (2816, 4096, 0): GemmReduction(bn=64, bk=64, splits=3, stages=8, swap_ab=True, many=(64, 64, 8, 4)),  # out
+    (2112, 2816, 1): GemmReduction(bn=32, bk=128, splits=1, stages=8, swap_ab=True),  # gate_up
+    (2816, 2112, 0): GemmReduction(bn=64, bk=64, splits=3, stages=8, swap_ab=True),  # down
+    (128, 2816, 0): GemmReduction(bn=16, bk=128, splits=8, stages=6, many=(16, 128, 4, 4)),  # router
+    (9216, 2816, 0): GemmReduction(bn=64, bk=64, splits=1, stages=8, swap_ab=True, many=(128, 128, 5, 4)),  # qkv
+    (2816, 8192, 0): GemmReduction(bn=64, bk=128, splits=3, stages=8, swap_ab=True, many=(64, 128, 8, 4)),  # out
+    # 31B
+    (262144, 5376, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(128, 128, 5, 4)),  # embed
+    (16384, 5376, 0): GemmReduction(bn=64, bk=128, splits=1, stages=5, swap_ab=True, many=(64, 128, 4, 4)),  # qkv
+    (5376, 8192, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True),  # out
+    (21504, 5376, 1): GemmReduction(bn=32, bk=128, splits=1, stages=2, many=(64, 64, 4, 4)),  # gate_up
+    (5376, 21504, 0): GemmReduction(bn=64, bk=128, splits=3, stages=5, swap_ab=True),  # down
+    (18432, 5376, 0): GemmReduction(bn=64, bk=64, splits=1, stages=5, many=(128, 128, 3, 4)),  # qkv
+    (5376, 16384, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True, many=(64, 128, 8, 4)),  # out
+    # E2B-assistant
+    (256, 3072, 0): GemmReduction(bn=32, bk=128, splits=6, stages=6, many=(32, 128, 6, 4)),  # pre
+    (2048, 256, 0): GemmReduction(bn=64, bk=128, splits=1, stages=4, many=(32, 128, 6, 4)),  # centroids
+    (1024, 256, 0): GemmReduction(bn=16, bk=128, splits=1, stages=6, many=(32, 64, 6, 4)),  # qkv
+    (256, 1024, 0): GemmReduction(bn=64, bk=64, splits=4, stages=5, swap_ab=True),  # out
+    (2048, 256, 1): GemmReduction(bn=32, bk=256, splits=1, stages=2, many=(64, 64, 6, 4)),  # gate_up
+    (256, 2048, 0): GemmReduction(bn=16, bk=128, splits=4, stages=6, many=(32, 64, 6, 4)),  # down
+    # E4B-assistant
+    (256, 5120, 0): GemmReduction(bn=32, bk=128, splits=12, stages=6, many=(32, 128, 6, 4)),  # pre
+    # 12B-assistant
+    (262144, 1024, 0): GemmReduction(bn=32, bk=128, splits=1, stages=6, many=(128, 64, 6, 4)),  # embed
+    (1024, 7680, 0): GemmReduction(bn=32, bk=128, splits=12, stages=6, many=(32, 128, 6, 4)),  # pre
+    (3840, 1024, 0): GemmReduction(bn=16, bk=256, splits=1, stages=6, many=(128, 64, 6, 4)),  # post
+    (4096, 1024, 0): GemmReduction(bn=16, bk=256, splits=1, stages=6, many=(128, 64, 6, 4)),  # qkv
+    (1024, 4096, 0): GemmReduction(bn=16, bk=256, splits=4, stages=6, many=(64, 64, 6, 4)),  # out
+    (8192, 1024, 1): GemmReduction(bn=64, bk=64, splits=1, stages=5, many=(64, 64, 6, 4)),  # gate_up
+    (1024, 8192, 0): GemmReduction(bn=64, bk=128, splits=8, stages=8, swap_ab=True),  # down
+    (8192, 1024, 0): GemmReduction(bn=64, bk=128, splits=1, stages=8, swap_ab=True),  # qkv
+    # 26B-A4B-assistant
+    (1024, 5632, 0): GemmReduction(bn=64, bk=128, splits=8, stages=6, swap_ab=True),  # pre
+    (2816, 1024, 0): GemmReduction(bn=64, bk=64, splits=3, stages=6, swap_ab=True),  # post
+    # 31B-assistant
+    (1024, 10752, 0): GemmReduction(bn=32, bk=128, splits=12, stages=6, many=(32, 128, 6, 4)),  # pre
+    (5376, 1024, 0): GemmReduction(bn=64, bk=128, splits=2, stages=5, swap_ab=True),  # post
+    (16384, 1024, 0): GemmReduction(bn=64, bk=64, splits=1, stages=6, many=(128, 64, 6, 4)),  # qkv
+    (1024, 16384, 0): GemmReduction(bn=64, bk=128, splits=8, stages=8, swap_ab=True),  # out
 }
 
 
 @lru_cache(maxsize=4096)
 def choose_reduction(n: int, k: int, gated: bool, bytes_per: int) -> GemmReduction:
     if bytes_per == 4:
-        return GemmReduction(32, 64, 1, 2)
+        return GemmReduction(bn=32, bk=64, splits=1, stages=2)
     return MEASURED.get((n, k, int(gated))) or rule(n, k, gated)
 
 
@@ -147,39 +157,39 @@ def rule(n: int, k: int, gated: bool) -> GemmReduction:
     more spans."""
     bn = 32 if gated else 64
     splits = max(1, min(round(132 / triton.cdiv(n, bn)), k // 256))
-    return GemmReduction(bn, 64, splits, 6, swap_ab=True)
+    return GemmReduction(bn, bk=64, splits=splits, stages=6, swap_ab=True)
 
 
 @lru_cache(maxsize=4096)
 def triton_plan(tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2) -> GemmPlan:
     """Triton's configuration for this number of rows; estimated only above 128 rows, where there is a choice."""
     if rows <= MAX_FEW_ROWS or bytes_per == 4:
-        return GemmPlan(0.0, few_rows_config(tile, n, k, rows, gated, bytes_per))
+        return GemmPlan(0.0, few_rows_config(tile, n, k, rows=rows, gated=gated, bytes_per=bytes_per))
     sides = 2 if gated else 1
-    plans = [*_many_row_plans(tile, n, k, rows, sides), *_streamk_plans(tile, n, k, rows, sides)]
+    plans = [*_many_row_plans(tile, n, k, rows=rows, sides=sides), *_streamk_plans(tile, n, k, rows=rows, sides=sides)]
     return min(plans, key=lambda plan: plan.micros)
 
 
 @lru_cache(maxsize=4096)
 def wgmma_plan(tile: GemmReduction, n: int, k: int, rows: int, gated: bool) -> GemmPlan:
     """The configuration of gemm_wgmma for this number of rows."""
-    return min(_wgmma_plans(tile, n, k, rows, 2 if gated else 1), key=lambda plan: plan.micros)
+    return min(_wgmma_plans(tile, n, k, rows=rows, sides=2 if gated else 1), key=lambda plan: plan.micros)
 
 
 def few_rows_config(tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int) -> GemmConfig:
     """The configuration for up to 128 rows, or any number in float32."""
     sides = 2 if gated else 1
     if rows <= 16:
-        return GemmConfig(16, tile.bn, tile.bk, tile.stages, 4, tile.swap_ab)
+        return GemmConfig(bm=16, bn=tile.bn, bk=tile.bk, stages=tile.stages, warps=4, swap_ab=tile.swap_ab)
     if bytes_per == 4:
-        return GemmConfig(32, tile.bn, tile.bk, tile.stages, 4, False)
+        return GemmConfig(bm=32, bn=tile.bn, bk=tile.bk, stages=tile.stages, warps=4, swap_ab=False)
     if rows <= 32 and tile.many is not None:
         bn, bk, stages, warps = tile.many
-        return GemmConfig(32, bn, bk, stages, warps, tile.swap_ab)
+        return GemmConfig(bm=32, bn=bn, bk=bk, stages=stages, warps=warps, swap_ab=tile.swap_ab)
     tiles = triton.cdiv(n * sides, 128)
     # few weights: more programs are worth more than sharing
     if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:
-        return GemmConfig(32, 64 // sides, 128, 3)
+        return GemmConfig(bm=32, bn=64 // sides, bk=128, stages=3)
     wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights per program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
     # two programs for the rows would read each weight twice in 64s
@@ -189,13 +199,29 @@ def few_rows_config(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
     if bm >= 64 and gated and k <= 2048 and tiles >= 180:
         wide = 256
     serial_splitk = tile.splits > 1 and triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide) >= 100
-    return _swap_ab_config(bm, 0, wide, sides, serial_splitk, 128 if wide == 64 and bm == 64 and k % 128 == 0 else 64)
+    return _swap_ab_config(
+        bm,
+        more=0,
+        wide=wide,
+        sides=sides,
+        serial_splitk=serial_splitk,
+        bk=128 if wide == 64 and bm == 64 and k % 128 == 0 else 64,
+    )
 
 
 def _swap_ab_config(bm: int, more: int, wide: int, sides: int, serial_splitk: bool, bk: int = 64) -> GemmConfig:
     most = 4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6
     stages = max(2, min(most, MAX_SMEM // ((bm + more + wide) * bk * 2)))
-    return GemmConfig(bm, wide // sides, bk, stages, 8 if bm * wide >= 16384 else 4, True, more, serial_splitk)
+    return GemmConfig(
+        bm=bm,
+        bn=wide // sides,
+        bk=bk,
+        stages=stages,
+        warps=8 if bm * wide >= 16384 else 4,
+        swap_ab=True,
+        bm2=more,
+        serial_splitk=serial_splitk,
+    )
 
 
 def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> GemmConfig:
@@ -207,7 +233,9 @@ def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> Gemm
         shape = replace(shape, tma=False, swap_ab=True)
     each = (shape.bm + shape.bm2 + shape.bn * sides) * shape.bk * bytes_per
     if 2 * each > shared or (shape.bm + shape.bm2) * shape.bn * sides * 4 > shared:
-        shape = _swap_ab_config(min(64, shape.bm), 0, min(128, shape.bn * sides), sides, shape.serial_splitk)
+        shape = _swap_ab_config(
+            min(64, shape.bm), more=0, wide=min(128, shape.bn * sides), sides=sides, serial_splitk=shape.serial_splitk
+        )
         each = (shape.bm + shape.bn * sides) * shape.bk * bytes_per
     return replace(shape, stages=max(2, min(shape.stages, shared // each)))
 
@@ -253,13 +281,15 @@ def _streamk_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -
             if triton.cdiv(rows, bm + more) * triton.cdiv(n, wide) * spans <= most:
                 each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
                 each += 5 + spans * rows * n * 8 / 3e6 if spans > 1 else 0
-                yield GemmPlan(each, GemmConfig(bm, wide, 64, stages, warps, True, more, tma=True))
+                yield GemmPlan(
+                    each, GemmConfig(bm, wide, bk=64, stages=stages, warps=warps, swap_ab=True, bm2=more, tma=True)
+                )
     for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
         tiles = triton.cdiv(n * sides, wide)
         if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:
             # nothing is fetched for the next tile while this one is stored
             each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11
-            config = GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
+            config = GemmConfig(bm, wide // sides, bk=64, stages=stages, warps=warps, swap_ab=True, bm2=more, tma=True)
             yield GemmPlan((tiles / 132 + 0.1) * each, config)
 
 
@@ -280,7 +310,7 @@ def _wgmma_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> 
         waves = triton.cdiv(a, 256) * triton.cdiv(b, bn) / 66
         cut = 1 < waves < CUT_MAX_WAVES and rows <= CUT_MAX_ROWS and waves + 0.4 < math.ceil(waves)
         each = 128 * bn * k * 2 / (rate * 6e6) + 2.5 + _logits(n)
-        shape = GemmConfig(256, bn, 64, 0, 0, swap_ab, wgmma=True, cut=cut)
+        shape = GemmConfig(bm=256, bn=bn, bk=64, stages=0, warps=0, swap_ab=swap_ab, wgmma=True, cut=cut)
         # the estimates of Triton's kernels are too low by up to 20 %
         yield GemmPlan(((waves + 0.4 if cut else math.ceil(waves)) * each + 5) / 1.11, shape)
 
@@ -302,5 +332,5 @@ def _many_row_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) 
             each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
             each = each + (tile.splits if serial_splitk else 0) + _logits(n)
             reduction_us = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
-            config = _swap_ab_config(bm, more, wide, sides, serial_splitk)
+            config = _swap_ab_config(bm, more, wide, sides=sides, serial_splitk=serial_splitk)
             yield GemmPlan(triton.cdiv(tiles * spans, 132) * each + reduction_us, config)

@@ -73,7 +73,7 @@ class GemmWgmma(NvrtcKernels):
 
 
 def map_of(x: Tensor, rows: int, paired: bool) -> TensorMap:
-    return tensor_map(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0), rows, paired)
+    return tensor_map(x.data_ptr(), x.shape[0], x.shape[1], stride=x.stride(0), tile_rows=rows, paired=paired)
 
 
 def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:

@@ -49,7 +49,7 @@ class QuantShape(NamedTuple):
 
     @property
     def w4a16(self) -> w4a16_gemm.W4A16Shape:
-        return w4a16_gemm.W4A16Shape(self.rows, self.units, self.chunk.groups, self.chunk.has_zero_point)
+        return w4a16_gemm.W4A16Shape(self.rows, self.units, self.chunk.groups, has_zero_point=self.chunk.has_zero_point)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class AdaptedCall:
 
     @property
     def quantised(self) -> QuantCall:
-        return QuantCall(self.ops, self.shrunk.x, self.w, self.end, self.shrunk)
+        return QuantCall(ops=self.ops, x=self.shrunk.x, w=self.w, end=self.end, shrunk=self.shrunk)
 
     @property
     def shape(self) -> AdaptedShape:
@@ -132,8 +132,8 @@ class AttentionCall:
         cut = choose_reduction(spec, self.q.dtype, shared)
         return AttentionShape(
             queries=queries,
-            wide_heads=attention_wgmma.suits(spec, kv, self.q.dtype, cut),
-            single_blocks=prefill_attention.supports(spec, kv, self.q.dtype, shared),
+            wide_heads=attention_wgmma.suits(spec, kv, self.q.dtype, cut=cut),
+            single_blocks=prefill_attention.supports(spec, kv, self.q.dtype, shared=shared),
         )
 
 
@@ -198,7 +198,7 @@ def wgmma_micros(shape: DenseShape, card: Card) -> float:
 # ---- quantised products
 def serves_gemv(shape: QuantShape, card: Card) -> bool:
     fits = shape.rows <= MAX_GEMV_TOKENS and shape.comparable and shape.whole_tiles
-    return fits and bool(wna16_gemv.choose_block(shape.units, shape.chunk, shape.rows, card.sms, card.shared))
+    return fits and bool(wna16_gemv.choose_block(shape.units, shape.chunk, shape.rows, sms=card.sms, room=card.shared))
 
 
 def serves_w4a16_wgmma(shape: QuantShape, card: Card) -> bool:
@@ -206,7 +206,7 @@ def serves_w4a16_wgmma(shape: QuantShape, card: Card) -> bool:
     if not fits or not shape.four_bits or w4a16_wgmma.blocks_of_a_span(shape.units, card.sms) == 0:
         return False
     chunk = shape.chunk
-    return w4a16_wgmma.choose_block(shape.rows, chunk.groups, chunk.has_zero_point, card.shared) is not None
+    return w4a16_wgmma.choose_block(shape.rows, chunk.groups, chunk.has_zero_point, room=card.shared) is not None
 
 
 def serves_w4a16_gemm(shape: QuantShape, card: Card) -> bool:
@@ -227,7 +227,7 @@ def run_w4a16_gemm(call: QuantCall) -> Tensor | None:
 
 
 def run_quant(call: QuantCall) -> Tensor:
-    return quant_linear(call.x, call.w, call.ops.semaphores, call.end, call.ops.pdl)
+    return quant_linear(call.x, call.w, call.ops.semaphores, extras=call.end, pdl=call.ops.pdl)
 
 
 # ---- products with adapters
@@ -244,7 +244,7 @@ def serves_adapted_wgmma(shape: AdaptedShape, card: Card) -> bool:
 
 
 def run_adapted_dense(call: AdaptedCall) -> Tensor:
-    return dense_gemm(call.shrunk.x, call.w, call.ops.gemm, call.end, lora=call.shrunk)
+    return dense_gemm(call.shrunk.x, call.w, call.ops.gemm, end=call.end, lora=call.shrunk)
 
 
 def run_expand(call: AdaptedCall) -> Tensor:
@@ -267,20 +267,20 @@ def run_wide_heads(call: AttentionCall) -> Tensor | None:
 
 
 def run_prompts(call: AttentionCall) -> Tensor:
-    return prefill_attention.attend(call.q, call.spec, call.kv, call.ops.pdl, span_end=call.span_end)
+    return prefill_attention.attend(call.q, call.spec, call.kv, pdl=call.ops.pdl, span_end=call.span_end)
 
 
 def run_attention(call: AttentionCall) -> Tensor:
-    return attention.attend(call.q, call.spec, call.kv, call.ops.pdl, span_end=call.span_end)
+    return attention.attend(call.q, call.spec, call.kv, pdl=call.ops.pdl, span_end=call.span_end)
 
 
 def attention_launches(call: AttentionCall) -> list[Launch]:
     """What serves this call, if it is a kernel in Triton."""
     serving = call.ops.registry.choose(ATTENTION, call.shape)
     if serving.launch is run_prompts:
-        return [prefill_attention.launch_of(call.q, call.spec, call.kv, call.ops.pdl)[1]]
+        return [prefill_attention.launch_of(call.q, call.spec, call.kv, pdl=call.ops.pdl)[1]]
     if serving.launch is run_attention:
-        return attention.launches_of(call.q, call.spec, call.kv, call.ops.pdl)[1]
+        return attention.launches_of(call.q, call.spec, call.kv, pdl=call.ops.pdl)[1]
     return []
 
 

@@ -167,7 +167,7 @@ def shrink(
         PREC=precision(x), PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         launch_pdl=pdl,
     )
-    return Shrunk(u, change, ranges, x, sums, pdl)
+    return Shrunk(u=u, change=change, ranges=ranges, x=x, sums=sums, pdl=pdl)
 
 
 @triton.jit

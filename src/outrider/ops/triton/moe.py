@@ -123,8 +123,8 @@ def expert_tile(pairs: int, experts: int) -> ExpertTile:
     """By how many pairs an expert has on average."""
     mean = pairs / experts
     if mean <= 32:
-        return ExpertTile(16 if mean <= 8 else 32, 128, 5, 4)
-    return ExpertTile(64, 128, 4, 4) if mean <= 90 else ExpertTile(128, 128, 3, 4)
+        return ExpertTile(16 if mean <= 8 else 32, bn=128, stages=5, warps=4)
+    return ExpertTile(bm=64, bn=128, stages=4, warps=4) if mean <= 90 else ExpertTile(bm=128, bn=128, stages=3, warps=4)
 
 
 def grouped_gemm(
@@ -132,8 +132,8 @@ def grouped_gemm(
 ) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     if isinstance(w, QuantExperts):
-        tile = choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
-        quant_product(source, w, to, pairs, share, act, pdl, tile)
+        tile = choose_tile(pairs, w.matrix, act is not None, shared=max_smem(source.device))
+        quant_product(source, w, to, pairs=pairs, share=share, act=act, pdl=pdl, tile=tile)
         return
     tile = expert_tile(pairs.count, pairs.experts)
     n = to.shape[1]
@@ -152,14 +152,14 @@ def grouped_gemm(
 def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool) -> Tensor:
     """x [R, H] -> [pairs, H]."""
     inner_out, pair_out = (x.new_empty((pairs.count, width)) for width in (down.shape[2], x.shape[1]))
-    grouped_gemm(x, gate_up, inner_out, pairs, pairs.top, act, pdl)
-    grouped_gemm(inner_out, down, pair_out, pairs, 1, None, pdl)
+    grouped_gemm(x, gate_up, inner_out, pairs=pairs, share=pairs.top, act=act, pdl=pdl)
+    grouped_gemm(inner_out, down, pair_out, pairs=pairs, share=1, act=None, pdl=pdl)
     return pair_out
 
 
 def experts(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool) -> Tensor:
     """x [R, H] -> [R, H]; pairs: of these rows."""
-    pair_out = products(pairs, x, gate_up, down, act, pdl)
+    pair_out = products(pairs, x, gate_up, down=down, act=act, pdl=pdl)
     out = torch.empty_like(x)
     rows, hidden = x.shape
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](

@@ -67,7 +67,7 @@ def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
     if not router.is_contiguous() or router.shape[0] % 8:
         return None
     n, k = router.shape
-    span = choose_reduction(n, k, False, router.element_size()).span(k)
+    span = choose_reduction(n, k, gated=False, bytes_per=router.element_size()).span(k)
     splits = triton.cdiv(k, span)
     return (span, splits) if k % 16 == 0 and 1 < splits <= MOST_SPANS and span <= MOST_COLUMNS else None
 
@@ -142,7 +142,15 @@ class MoeGemvPlan:
             return None
         shape = Mixture(rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
         return MoeGemvPlan(
-            most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, shape
+            most=most,
+            router=routed,
+            chunks=chunks,
+            stages=stages,
+            gate_up_shared=sums + stages * chunks * STAGE,
+            down=deep,
+            down_warps=warps,
+            down_shared=listed + warps * warp,
+            shape=shape,
         )
 
 
@@ -176,14 +184,14 @@ class MoeGemvInt8(NvrtcKernels):
         """None: not supported."""
         if x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
             return None
-        return MoeGemvPlan.of(x.shape[0], experts, shared, self.sms, self.room)
+        return MoeGemvPlan.of(x.shape[0], experts, shared, sms=self.sms, room=self.room)
 
     def layer(self, x: Tensor, experts: ExpertWeights, mlp: MlpWeights) -> MoeGemvLayer | None:
         """None: not supported."""
         down = experts.down
         shared = SharedMLP.of(*mlp, x.shape[1], down.matrix.chunks) if isinstance(down, QuantExperts) else None
         plan = self.plan(x, experts, shared)
-        return None if plan is None else MoeGemvLayer(experts, shared, plan, self.kernels(plan, experts.act))
+        return None if plan is None else MoeGemvLayer(experts, shared, plan, kernels=self.kernels(plan, experts.act))
 
     def logits(self, layer: MoeGemvLayer, router_in: Tensor, pdl: bool) -> Tensor:
         """router_in [R, H] -> float32 [R, E]."""

@@ -33,7 +33,9 @@ class NvrtcKernels:
         if key not in self.compiled:
             try:
                 source = self.source.read_text()
-                self.compiled[key] = Kernel(source, name, flags, self.device, self.room, self.arch_specific)
+                self.compiled[key] = Kernel(
+                    source=source, name=name, flags=flags, device=self.device, shared=self.room, own=self.arch_specific
+                )
             except CudaError as error:  # a toolchain may be broken in many ways
                 raise Unavailable(f"{self.source.name}: {error}") from error
         return self.compiled[key]

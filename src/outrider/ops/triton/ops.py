@@ -162,12 +162,12 @@ class TritonOps(ReferenceOps):
         return torch.cat(outs, dim=-1)
 
     def multiply(self, x: Tensor, w: QuantWeight, end: Epilogue) -> Tensor:
-        call = QuantCall(self, x, w, end)
+        call = QuantCall(self, x, w, end=end)
         return cast(Tensor, self.registry.run(QUANTISED, call.shape, call))
 
     def multiply_dense(self, x: Tensor, w: Tensor, end: Epilogue, reduction: GemmReduction | None = None) -> Tensor:
         """reduction: instead of the weight's own."""
-        call = DenseCall(x, w, self.gemm, end, reduction=reduction)
+        call = DenseCall(x, w, self.gemm, end=end, reduction=reduction)
         if self.ahead is not None and reduction is None:
             self.ahead.before(call.kind, x.shape[0])
         return cast(Tensor, self.registry.run(DENSE, call.shape, call))
@@ -203,14 +203,16 @@ class TritonOps(ReferenceOps):
         self, x: Tensor, w: DeviceWeight, change: SlotWeight, ranges: Tensor, end: Epilogue = NO_EPILOGUE
     ) -> Tensor:
         shrunk = lowrank.shrink(x, change, ranges, counters=self.lora_counters, pdl=self.pdl)
-        call = AdaptedCall(self, x, w, end, shrunk)
+        call = AdaptedCall(ops=self, x=x, w=w, end=end, shrunk=shrunk)
         return cast(Tensor, self.registry.run(ADAPTED, call.shape, call))
 
     def gate_and_up(self, x: Tensor, w: DeviceWeight) -> Tensor:
         """The product that `gated_linear` activates, [R, 2·I], with the same sums."""
         if not isinstance(w, Tensor):
             return self.product(x, w, NO_EPILOGUE)
-        cut = choose_reduction(w.shape[0] // 2, w.shape[1], True, w.element_size())  # the gated product's sums
+        cut = choose_reduction(
+            w.shape[0] // 2, w.shape[1], gated=True, bytes_per=w.element_size()
+        )  # the gated product's sums
         many = cut.many and (2 * cut.many[0], *cut.many[1:])
         return self.multiply_dense(x, w, NO_EPILOGUE, reduction=replace(cut, bn=2 * cut.bn, many=many))
 
@@ -220,12 +222,12 @@ class TritonOps(ReferenceOps):
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl)[:2]
+        return norm.residual_norm(x, y, post_w, scale=scale, next_w=next_w, eps=eps, pdl=self.pdl)[:2]
 
     def residual_norms(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return norm.residual_norm(x, y, post_w, None, w[0], eps, self.pdl, w[1:])
+        return norm.residual_norm(x, y, post_w, scale=None, next_w=w[0], eps=eps, pdl=self.pdl, more=w[1:])
 
     def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         return self.product(h, w, Epilogue(softcap=softcap, out_dtype=torch.float32))
@@ -238,10 +240,10 @@ class TritonOps(ReferenceOps):
     attend_block = block_attention.attend_block
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        return self.attend_span(q, spec, kv, 0)
+        return self.attend_span(q, spec, kv, end=0)
 
     def attend_span(self, q: Tensor, spec: AttnSpec, kv: KVView, end: int) -> Tensor:
-        call = AttentionCall(self, q, spec, kv, span_end=end)
+        call = AttentionCall(self, q, spec, kv=kv, span_end=end)
         return cast(Tensor, self.registry.run(ATTENTION, call.shape, call))
 
     def compile_attention(
@@ -255,7 +257,7 @@ class TritonOps(ReferenceOps):
             for spec in specs:
                 width = spec.heads * spec.head_dim
                 q = torch.empty((len(kv.positions), width), dtype=dtype, device=kv.positions.device)
-                for launch in attention_launches(AttentionCall(self, q, spec, kv, span_end=0)):
+                for launch in attention_launches(AttentionCall(self, q, spec, kv=kv, span_end=0)):
                     shells.setdefault(launch.variant, launch.shell)
         with ThreadPoolExecutor(COMPILERS) as pool:
             jobs = [pool.submit(shell.compile) for shell in shells.values()]
@@ -276,12 +278,12 @@ class TritonOps(ReferenceOps):
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(self, router_in: Tensor, x: Tensor, experts: ExpertWeights) -> Tensor:
         pairs = self.route(router_in, experts)
-        return moe.experts(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
+        return moe.experts(pairs, x, experts.gate_up, down=experts.down, act=experts.act, pdl=self.pdl)
 
     def route(self, router_in: Tensor, experts: ExpertWeights) -> Pairs:
         # float32: a choice between experts should not depend on bf16 rounding
         z = self.logits(router_in, experts.router, None)
-        return list_pairs(z, experts.expert_scale, experts.top_k, self.pdl)
+        return list_pairs(z, experts.expert_scale, experts.top_k, pdl=self.pdl)
 
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
@@ -303,11 +305,13 @@ class TritonOps(ReferenceOps):
             beside, join = self.dense_mlp(call.h, layer.mlp, experts.act, side_stream=self.card.real)
         z = kernels.logits(fused, call.router_in, self.pdl)
         pairs, weight, dense = kernels.answers(fused, z, call.x, call.h, self.pdl)
-        return moe.mix(pairs, weight, dense if beside is None else beside, call.stream, layer.end, pdl=join())
+        return moe.mix(
+            pairs, weight, dense if beside is None else beside, stream=call.stream, end=layer.end, pdl=join()
+        )
 
     def many_experts(self, call: ExpertsCall, side_stream: bool) -> tuple[Tensor, Tensor]:
         layer = call.layer
-        dense, join = self.dense_mlp(call.h, layer.mlp, layer.experts.act, side_stream)
+        dense, join = self.dense_mlp(call.h, layer.mlp, layer.experts.act, side_stream=side_stream)
         return self._mixed(dense, call.router_in, call.x, stream=call.stream, layer=layer, join=join)
 
     def moe_next_to(
@@ -320,8 +324,8 @@ class TritonOps(ReferenceOps):
     ) -> tuple[Tensor, Tensor]:
         pairs = self.route(router_in, layer.experts)
         experts = layer.experts
-        pair_out = moe.products(pairs, x, experts.gate_up, experts.down, experts.act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, dense, stream, layer.end, join())
+        pair_out = moe.products(pairs, x, experts.gate_up, down=experts.down, act=experts.act, pdl=self.pdl)
+        return moe.mix(pair_out, pairs.weight, dense, stream=stream, end=layer.end, pdl=join())
 
     def pdl_after_main(self) -> bool:
         """Whether a kernel that reads the main stream alone may start before the previous one is done."""
@@ -360,7 +364,9 @@ class TritonOps(ReferenceOps):
     def clustered_logits(
         self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return choose.cluster_scores(self.logits(g, centroids, None), cluster_bonus, g, as_tensor(rows), top, self.pdl)
+        return choose.cluster_scores(
+            self.logits(g, centroids, None), cluster_bonus, g, rows=as_tensor(rows), top=top, pdl=self.pdl
+        )
 
     def compile_drafter(self, drafter: M) -> M:
         """A wrapper with the drafter's own methods whose rounds take few launches, if supported: Hopper and later."""

@@ -23,7 +23,7 @@ from .quant_config import max_smem
 
 def choose_prefill_config(spec: AttnSpec, cut: ReductionSpec) -> AttentionConfig:
     large = spec.head_dim > 256
-    return AttentionConfig(False, 64 if large else 128, 8, 1 if large and cut.bn != 32 else 2)
+    return AttentionConfig(split=False, bq=64 if large else 128, warps=8, stages=1 if large and cut.bn != 32 else 2)
 
 
 def supports(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
@@ -44,7 +44,7 @@ def attend(
     shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> Tensor:
     """cut, shape: override the rules, for measuring. span_end: see `ReferenceOps.attend_span`; 0: causal."""
-    out, launch = launch_of(q, spec, kv, pdl, cut, shape, span_end)
+    out, launch = launch_of(q, spec, kv, pdl=pdl, cut=cut, shape=shape, span_end=span_end)
     launch.run()
     return out
 
@@ -69,7 +69,7 @@ def launch_of(
         BQ=shape.bq, BN=cut.bn, ASM=q.device.type != "cpu", SPAN=span_end > 0, PDL=pdl, num_warps=shape.warps,
         num_stages=shape.stages, launch_pdl=pdl,
     )
-    return out, Launch(prompt_kernel, (tiles, spec.kv_heads, kv.row_start.shape[0] - 1), arguments, options)
+    return out, Launch(prompt_kernel, (tiles, spec.kv_heads, kv.row_start.shape[0] - 1), arguments, options=options)
 
 
 @triton.jit

@@ -304,13 +304,13 @@ def quant_linear(
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:
-        bm, tile = fit(tile, rows, w, shared or max_smem(x.device))
+        bm, tile = fit(tile, rows, w, shared=shared or max_smem(x.device))
     out = x.new_empty((rows, n // 2 if extras.gated else n), dtype=extras.out_dtype or x.dtype)
     grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
     partial_out = out
     if splits > 1:
         partial_out = x.new_empty((grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32)
-    tensors, sums_stride, constants = weight_arguments(x, w, bm, out, pdl)
+    tensors, sums_stride, constants = weight_arguments(x, w, bm, out=out, pdl=pdl)
     ends, mul_stride, softcap, end_constants = epilogue_arguments(extras, out)
     quant_kernel[grid](
         *tensors, *ends, partial_out, semaphores,
@@ -331,7 +331,7 @@ def weight_arguments(
 
     tokens: of a tile; out: placeholder for absent tensors.
     """
-    sums = out if w.zero_point is None else group_sums(x, w, tokens, pdl)
+    sums = out if w.zero_point is None else group_sums(x, w, tokens, pdl=pdl)
     beside = (w.words if t is None else t for t in (w.high, w.scale, w.zero_point))
     constants = dict(
         CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, ZERO_POINT=w.zero_point is not None,

@@ -165,11 +165,15 @@ def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> Exper
     mean = pairs.count / pairs.experts
     if mean <= 6 and w.plane == 32 and w.high is None:  # five bits take no tile of 8 (quant_config.fit)
         if gated or pairs.count <= 16:
-            return ExpertTile(8, 64, 4, 4)
-        return ExpertTile(8, 64, 3, 2, 160) if w.codes.bits == 4 else ExpertTile(8, 64, 4, 2)
+            return ExpertTile(bm=8, bn=64, stages=4, warps=4)
+        return (
+            ExpertTile(bm=8, bn=64, stages=3, warps=2, registers=160)
+            if w.codes.bits == 4
+            else ExpertTile(bm=8, bn=64, stages=4, warps=2)
+        )
     bm = 16 if mean <= 8 else 32 if mean <= 24 or shared < 100 << 10 else 64
     each = 64 * w.plane * 4 + bm * w.columns_of_chunk * 2
-    return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4)
+    return ExpertTile(bm, bn=64, stages=max(2, min(4, shared // each + 1)), warps=4)
 
 
 def quant_product(
@@ -179,7 +183,7 @@ def quant_product(
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     gated = act is not None
     count, n, k = w.shape
-    tensors, sums_stride, constants = weight_arguments(source, w.matrix, 1, to, pdl)
+    tensors, sums_stride, constants = weight_arguments(source, w.matrix, tokens=1, out=to, pdl=pdl)
     grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](
         *tensors, pairs.members, pairs.counts, to, n, k, w.matrix.chunks, sums_stride, EXPERTS=count,

@@ -194,9 +194,9 @@ def repack(weight: Weight) -> QuantWeight | None:
     for lo in range(0, tiles, step):
         hi = min(tiles, lo + step)
         block = grid.values(lo * ROWS, min(n, hi * ROWS))
-        words[lo:hi] = pack(block & 15 if above else block, hi - lo, chunks, planes, plane, bits)
+        words[lo:hi] = pack(block & 15 if above else block, hi - lo, chunks, planes=planes, plane=plane, bits=bits)
         if high is not None:
-            high[lo:hi] = pack(block >> 4, hi - lo, chunks, planes, plane, above, 4 * above)
+            high[lo:hi] = pack(block >> 4, hi - lo, chunks, planes=planes, plane=plane, bits=above, column=4 * above)
     per = grid.group // plane
     factor = grid.factor
     scale = None
@@ -212,12 +212,26 @@ def repack(weight: Weight) -> QuantWeight | None:
             shifted = None if grid.zero_point is None else grid.zero_point / largest
             grid = replace(grid, scale=grid.scale / largest, zero_point=shifted)
         kind = torch.float16 if half else torch.bfloat16
-        scale = pairs(grid.scale.to(kind), tiles, chunks, planes // per)
-        zero_point = None if grid.zero_point is None else pairs(grid.zero_point.to(kind), tiles, chunks, planes // per)
+        scale = pairs(grid.scale.to(kind), tiles, chunks, groups=planes // per)
+        zero_point = (
+            None if grid.zero_point is None else pairs(grid.zero_point.to(kind), tiles, chunks, groups=planes // per)
+        )
     if factor is not None:
         factor = torch.nn.functional.pad(factor.reshape(-1), (0, tiles * ROWS - n)).contiguous()
     order = None if grid.order is None else grid.order.long()
-    return QuantWeight((n, k), grid.codes, plane, per, words, scale, zero_point, factor, half, order, high)
+    return QuantWeight(
+        shape=(n, k),
+        codes=grid.codes,
+        plane=plane,
+        per=per,
+        words=words,
+        scale=scale,
+        zero_point=zero_point,
+        factor=factor,
+        half=half,
+        order=order,
+        high=high,
+    )
 
 
 def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int, column: int = 16) -> Tensor:
@@ -264,13 +278,20 @@ def _grid(weight: Weight) -> Grid | None:
         def integer_codes(lo: int, hi: int) -> Tensor:
             return halves(t["q"][lo:hi]) if four else t["q"][lo:hi] ^ 128
 
-        return Grid(Codes.INT4 if four else Codes.INT8, format.group, integer_codes, scale, zero_point, order=order)
+        return Grid(
+            codes=Codes.INT4 if four else Codes.INT8,
+            group=format.group,
+            values=integer_codes,
+            scale=scale,
+            zero_point=zero_point,
+            order=order,
+        )
     if isinstance(format, Float8Format):
-        return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
+        return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), scale=t["scale"])
     if isinstance(format, NvFp4Format):
         scale = t["scale"].to(torch.bfloat16)
         factor = t["factor"]
-        return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), scale, factor=factor)
+        return Grid(Codes.FP4, group=16, values=lambda lo, hi: halves(t["q"][lo:hi]), scale=scale, factor=factor)
     if not isinstance(format, GGUFBlockFormat) or format.kind not in GGUF_CODES:
         return None
     return _gguf_grid(format.kind, t["blocks"], weight.shape[1])
@@ -291,4 +312,10 @@ def _gguf_grid(kind: str, rows: Tensor, columns: int) -> Grid:
         codes = codes_of(kind, rows[lo:hi]).view(torch.uint8)
         return codes if words is None else words[codes.int()]
 
-    return Grid(form.codes, group, block_codes, factors.to(dtype), None if offsets is None else offsets.to(dtype))
+    return Grid(
+        codes=form.codes,
+        group=group,
+        values=block_codes,
+        scale=factors.to(dtype),
+        zero_point=None if offsets is None else offsets.to(dtype),
+    )

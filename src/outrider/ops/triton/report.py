@@ -15,5 +15,7 @@ def kernel_rows() -> tuple[list[KernelRow], str]:
     rows = []
     for kernel in TABLE:
         here = "–" if card is None else "yes" if kernel.runs_on(card) else "no"
-        rows.append(KernelRow(kernel.op, kernel.when, kernel.name, kernel.source, here))
+        rows.append(
+            KernelRow(operation=kernel.op, when=kernel.when, kernel=kernel.name, source=kernel.source, here=here)
+        )
     return rows, "no GPU here" if card is None else card.identity

@@ -153,7 +153,7 @@ def rope_write(ops: Launcher, qkv: Tensor, angles: Angles, norms: HeadNorms, spe
 
 
 def write_context(ops: Launcher, kv_rows: Tensor, angles: Angles, attn: BlockAttn, kv: KVView) -> None:
-    rope_write(ops, kv_rows, angles, (None, attn.k_norm), replace(attn.spec, heads=0), kv)
+    rope_write(ops, kv_rows, angles, norms=(None, attn.k_norm), spec=replace(attn.spec, heads=0), kv=kv)
 
 
 @triton.jit

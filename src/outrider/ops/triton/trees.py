@@ -229,7 +229,9 @@ def build_fixed_tree(ops: Launcher, nodes: Nodes, count: int, depth: int) -> Tre
     batch, num_candidates = nodes.tokens.shape
     empty = nodes.tokens.new_empty
     rows = batch * (count + 1)
-    tree = TreeRows(empty((batch, count)), empty(rows), empty((rows, depth + 1), dtype=torch.int32), empty(rows))
+    tree = TreeRows(
+        empty((batch, count)), empty(rows), empty((rows, depth + 1), dtype=torch.int32), parent_rows=empty(rows)
+    )
     plant_kernel[(batch,)](
         nodes.tokens, nodes.parents, nodes.chance, nodes.chain, tree.tokens, tree.depth, tree.ancestors,
         tree.parent_rows, FOUND=num_candidates, SPACE=triton.next_power_of_2(num_candidates), COUNT=count,

@@ -107,7 +107,7 @@ class W4A16Gemm(NvrtcKernels):
         rows = x.shape[0]
         n = w.shape[0]
         units = units_of(w)
-        shape = W4A16Shape(rows, units, PLANES // w.per, w.zero_point is not None)
+        shape = W4A16Shape(rows, units, PLANES // w.per, has_zero_point=w.zero_point is not None)
         tile = choose_tile(shape, self.sms // 2, self.room)
         if tile is None:
             return None
@@ -120,14 +120,21 @@ class W4A16Gemm(NvrtcKernels):
         if tile.spans == PARALLEL:
             partial_out = x.new_empty(items * 256 * tile.tokens, dtype=torch.float32)
         if w.zero_point is not None:
-            sums = group_sums(x, w, tile.tokens, pdl)
+            sums = group_sums(x, w, tile.tokens, pdl=pdl)
         problem = Problem(
             rows, n, units.chunks, units.span, units.splits, shape.pairs, tiles_b, GROUP, triton.cdiv(n, ROWS),
             sums.stride(0),
         )
         maps = [
-            tensor_map(x.data_ptr(), rows, x.shape[1], x.stride(0), tile.tokens // 2, False),
-            tensor_map(w.words.data_ptr(), w.words.numel() // 32, 64, 64, ROWS // (1 + extras.gated), False),
+            tensor_map(x.data_ptr(), rows, x.shape[1], stride=x.stride(0), tile_rows=tile.tokens // 2, paired=False),
+            tensor_map(
+                w.words.data_ptr(),
+                w.words.numel() // 32,
+                columns=64,
+                stride=64,
+                tile_rows=ROWS // (1 + extras.gated),
+                paired=False,
+            ),
         ]
         buffers = (w.scale, w.zero_point, sums, out, partial_out, self.semaphores)
         addresses = [0 if t is None else t.data_ptr() for t in buffers]

@@ -44,7 +44,7 @@ class WgmmaBlock:
 def choose_block(rows: int, groups: int, has_zero_point: bool, room: int) -> WgmmaBlock | None:
     """Three groups of four warps, two tiles each: registers hold the sums of 40 tokens for that many. None where they
     do not fit."""
-    blocks = (WgmmaBlock(-(-rows // 8), 12, 2, stages) for stages in (3, 2))
+    blocks = (WgmmaBlock(eights=-(-rows // 8), warps=12, tiles=2, stages=stages) for stages in (3, 2))
     return next((b for b in blocks if b.shared(groups, has_zero_point) <= room), None)
 
 
@@ -72,11 +72,11 @@ class W4A16Wgmma(NvrtcKernels):
         units = units_of(w)
         groups = PLANES // w.per
         has_zero_point = w.zero_point is not None
-        block = choose_block(rows, groups, has_zero_point, self.room)
+        block = choose_block(rows, groups, has_zero_point, room=self.room)
         per = blocks_of_a_span(units, self.sms)
         if block is None or per == 0:
             return None
-        kernel = self.kernel("w4a16_wgmma", flags_of(w, extras, block, lora))
+        kernel = self.kernel("w4a16_wgmma", flags_of(w, extras, block, lora=lora))
         x = aligned(x, w)
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         partial_out = sums = out
@@ -84,7 +84,7 @@ class W4A16Wgmma(NvrtcKernels):
         if units.splits > 1:
             partial_out = x.new_empty(units.tiles * units.splits * block.eights * 128, dtype=torch.float32)
         if has_zero_point:
-            sums = group_sums(x, w, 8 * block.eights, pdl)
+            sums = group_sums(x, w, 8 * block.eights, pdl=pdl)
             changes.x_ready = False  # the kernel ahead is not `shrink`
         longs = units.splits if units.rest == units.span else units.splits - 1
         cut = Cut(

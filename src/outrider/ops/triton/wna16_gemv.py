@@ -46,7 +46,7 @@ class WeightChunk:
         has_zero_point = w.zero_point is not None
         words = WARP_ROWS * (4 * w.plane + (32 if w.high is not None else 0))
         stage = words + 64 * -(-groups // 2) * (1 + has_zero_point)
-        return WeightChunk(w.columns_of_chunk, groups, stage, has_zero_point)
+        return WeightChunk(w.columns_of_chunk, groups, stage, has_zero_point=has_zero_point)
 
     def room_of_x(self, chunks: int, tokens: int) -> int:
         """Bytes of the columns of this many chunks, and of their sums by group if these are needed."""
@@ -118,10 +118,10 @@ class WNA16Gemv(NvrtcKernels):
         rows = x.shape[0]
         n, k = w.shape
         units = units_of(w)
-        block = choose_block(units, WeightChunk.of(w), rows, self.sms, self.room)
+        block = choose_block(units, WeightChunk.of(w), rows, sms=self.sms, room=self.room)
         if block is None:
             return None
-        kernel = self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0], lora))
+        kernel = self.kernel("wna16_gemv", flags_of(w, extras, rows, warps=block[0], lora=lora))
         x = aligned(x, w)
         out = x.new_empty((rows, n // 2 if extras.gated else n))
         sums = units.tiles * units.splits * WARP_ROWS * tokens_of(rows)
