@@ -1,5 +1,4 @@
-"""Adapters over HTTP: loading and unloading at run time by vLLM's routes, if the server was started with
---runtime-adapters."""
+"""Routes that load and unload adapters at run time, spelled as in vLLM. Open only with --runtime-adapters."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 class LoadAdapter(Strict):
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # replace an adapter of that name
+    load_inplace: bool = False  # replaces an adapter of the same name
 
 
 class UnloadAdapter(Strict):
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's; not used
+    lora_int_id: int | None = None  # sent by vLLM's clients; not used
 
 
 def _pool(server: Server) -> AdapterPool:
@@ -42,7 +41,7 @@ def _pool(server: Server) -> AdapterPool:
 
 
 async def _changed(change: Callable[[], object], name: str, how: str) -> Response:
-    """Files are read off the event loop, and not in the engine's thread."""
+    """Reads files off the event loop and outside the engine's thread."""
     try:
         await asyncio.to_thread(change)
     except OutriderError as e:

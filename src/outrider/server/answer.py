@@ -1,6 +1,8 @@
-"""An answer in progress, independent of the protocol: a `Job` is the request, an `Answer` has a choice for each of its
-sequences, and a choice turns the engine's events into increments (`Delta`). A protocol is a `Wire`: it turns a body
-into our request and renders the answer."""
+"""An answer in progress, independent of the protocol.
+
+A `Job` is the request. An `Answer` has one choice per sequence of the job, and a choice turns the engine's events into
+increments (`Delta`). A protocol is a `Wire`: it turns a body into our request and renders the answer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Table = dict[int, float] | None  # {token id: logprob}; None for the first token
 Scored = Sequence[tuple[int, Table]]  # tokens with their log-probabilities
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 JSON_TYPE = "application/json"
-CURL_TYPE = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
+CURL_TYPE = "application/x-www-form-urlencoded"  # the content type that `curl -d` sends with any body
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ class Job:
     requests: list[Request]
     parser: Callable[[], Parser]
     seed: int
-    candidates: int = 1  # answers that are computed for each prompt; the likeliest `n` are kept
-    echoes: tuple[str, ...] = ()  # text of the prompt that is part of the answer, per request
-    grammar: GrammarSource | None = None  # what the answers must match, to be compiled before the job can run
+    candidates: int = 1  # answers computed per prompt (best_of); the likeliest `n` are returned
+    echoes: tuple[str, ...] = ()  # per request: text of the prompt that the answer repeats
+    grammar: GrammarSource | None = None  # the grammar of the answers, compiled before the job runs
 
     @property
     def max_zero(self) -> bool:
-        """max_tokens: 0 of /v1/completions: only the prompt is scored."""
+        """True for max_tokens: 0 of /v1/completions, which only scores the prompt."""
         return isinstance(self.body, CompletionRequest) and self.body.limit == 0
 
     @property
@@ -53,19 +55,19 @@ class Job:
 
     @property
     def echo_logprobs(self) -> bool:
-        """Whether the answer includes the prompt's tokens with their log-probabilities."""
+        """True if the answer includes the prompt's tokens with their log-probabilities."""
         body = self.body
         return isinstance(body, CompletionRequest) and bool(body.echo) and body.logprobs is not None
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Number of alternatives for a scored prompt."""
+        """Number of alternatives reported for each token of a scored prompt."""
         echoed = self.body.alternatives if self.echo_logprobs else None
         return echoed if self.body.prompt_logprobs is None else self.body.prompt_logprobs
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Distinct prompts of the requests: several answers share one."""
+        """Distinct prompts of the requests; several answers may share one."""
         return list({id(r.prompt): r.prompt for r in self.requests}.values())
 
 
@@ -78,17 +80,17 @@ class ToolCall:
 
 @dataclass
 class Delta:
-    """Increment of a choice by one event."""
+    """Increment that one event adds to a choice."""
 
     parts: list[OutputPart] = field(default_factory=list)
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
-    draft: Json = field(default_factory=dict)  # {"tree": ...} where it branched, {"draft": ...} where it did not
+    draft: Json = field(default_factory=dict)  # {"tree": ...} for a draft with branches, else {"draft": ...}
     ids: list[int] = field(default_factory=list)
 
 
 class AnswerChoice:
-    """Takes events, keeps the whole text, returns what is new."""
+    """Collects the events of one sequence and returns the increment of each."""
 
     def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         request = job.requests[index]
@@ -106,7 +108,7 @@ class AnswerChoice:
         self.tokens: list[list[str]] = []  # [text, kind]
         self.ids: list[int] = []
         self.finish: str | None = None
-        self.stopped_by: str | int | None = None  # the stop string or the stop token that ended it
+        self.stopped_by: str | int | None = None  # the stop string or token that ended the answer
         self._stop_ids = frozenset(request.params.stop_token_ids) - frozenset(tokenizer.eos_ids)
         self.stats: RequestStats | None = None
 
@@ -137,7 +139,7 @@ class AnswerChoice:
             shown = self._pieces
             ends = self._tokenizer.eos_ids
             delta.tokens = [["" if t in ends else shown.push([t]), kind] for t, kind in zip(tokens, event.kinds)]
-            if tree is not None and tree.chain < len(tree.parents):  # a tree may be a chain after all
+            if tree is not None and tree.chain < len(tree.parents):  # a tree without branches is a chain
                 delta.draft = {"tree": {"tokens": self._texts(tree.tokens), "parents": tree.parents, "path": tree.path}}
             elif event.drafts:
                 delta.draft = {"draft": self._texts(event.drafts)}
@@ -184,7 +186,7 @@ class Answer:
         self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: log-probabilities of its tokens
 
     def take(self, event: Event) -> tuple[AnswerChoice, Delta] | None:
-        """The choice of an event, and its increment; None: the choice had ended."""
+        """Returns an event's choice and its increment; None if the choice has already ended."""
         choice = self._by_id[event.id]
         return (choice, choice.take(event)) if choice.finish is None else None
 
@@ -194,7 +196,7 @@ class Answer:
 
     @property
     def likeliest(self) -> list[AnswerChoice]:
-        """The `n` likeliest answers of each prompt, by the mean of their tokens' log-probabilities."""
+        """The `n` likeliest answers of each prompt, by mean log-probability of their tokens."""
         num_wanted = self.job.body.n or 1
         num_candidates = self.job.candidates
         if num_wanted == num_candidates:
@@ -222,7 +224,7 @@ class Answer:
         """Number of tokens with log-probabilities."""
         return sum(len(c.logprobs) for c in self.choices) + sum(map(len, self.scores.values()))
 
-    # ---- log-probabilities as OpenAI's, Ollama's and the Responses API have them in common
+    # ---- log-probabilities in the form shared by OpenAI's chat, Ollama's and the Responses API
 
     def entries(self, scored: Scored) -> list[Json]:
         wanted = self.job.body.alternatives
@@ -242,11 +244,12 @@ class Answer:
 
 
 class Wire(Protocol):
-    """Whole answers, streams and errors of a protocol. Each call has its own, which may keep state."""
+    """Parses requests and renders answers, streams and errors of one protocol. Every call has its own instance, which
+    may keep state."""
 
     media_type: str = "text/event-stream"
-    whole_type: str = JSON_TYPE  # of an answer in one piece
-    still_working: str = ": still working\n\n"  # written when nothing came for a while
+    whole_type: str = JSON_TYPE  # content type of an answer that is not streamed
+    still_working: str = ": still working\n\n"  # heartbeat in a silent stream
 
     def parse(self, raw: bytes) -> ChatRequest | CompletionRequest: ...
     def whole(self, answer: Answer) -> Json: ...
@@ -254,7 +257,8 @@ class Wire(Protocol):
     def closing(self, answer: Answer) -> str: ...
 
     def check_type(self, kind: str, from_browser: bool) -> None:
-        """Refuses a body of another kind before it is read. from_browser: a page sent it, which curl is not."""
+        """Refuses a body of the wrong content type before it is read. from_browser: a web page sent it; only curl may
+        leave the type at its default."""
         is_json = kind == JSON_TYPE or kind.endswith("+json")
         if not is_json and (kind != CURL_TYPE or from_browser):
             message = "The body must be JSON: send 'Content-Type: application/json'."
@@ -304,8 +308,7 @@ def compact_json(value: object) -> str:
 
 
 def arguments_of(text: str) -> object:
-    """A call's arguments as an object that is valid JSON: null for NaN, a ? for a lone surrogate. Empty if the call was
-    cut off."""
+    """A call's arguments as a JSON object: NaN becomes null, a lone surrogate a ?. Empty if the call was cut off."""
     try:
         arguments = json.loads(text or "{}", parse_constant=lambda word: None)
         return json.loads(json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))

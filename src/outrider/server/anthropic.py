@@ -41,7 +41,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class ReadBlock(Lenient):
-    """A block of which only text is read: of a tool's result or of the system."""
+    """A block of a tool's result or of the system prompt. Only its text is read."""
 
     type: str
     text: str | None = None
@@ -100,8 +100,8 @@ class MessagesRequest(Strict):
     metadata: dict[str, object] | None = None
     service_tier: str | None = None
     output_config: OutputConfig | None = None
-    output_format: ResponseFormat | None = None  # its older place
-    # of no effect here: how a prompt is cached, where it is computed, what is left out of a long conversation
+    output_format: ResponseFormat | None = None  # an older name of output_config.format
+    # accepted without effect: prompt caching, placement, truncation of long conversations
     cache_control: dict[str, object] | None = None
     context_management: dict[str, object] | None = None
     inference_geo: str | None = None
@@ -110,8 +110,8 @@ class MessagesRequest(Strict):
 
 
 def _messages(message: AnthropicMessage) -> list[Message]:
-    """Translates a message, which may become several: results of tools come first, then the user's text. Its values are
-    valid already, so the new messages are not validated again."""
+    """Translates a message into one or more of ours: results of tools come first, then the user's text. Its values were
+    validated already, so the new messages are built without validation."""
     if isinstance(message.content, str):
         return [Message.model_construct(role=message.role, content=message.content)]
     results: list[Message] = []
@@ -147,14 +147,14 @@ def _tool(tool: AnthropicTool) -> Tool:
 
 
 def _image_url(source: Mapping[str, object]) -> str:
-    """A data URL; an address is refused where images are read."""
+    """An image as a data URL or an address. Addresses are refused later, where images are read."""
     if source.get("type") == "base64":
         return f"data:{source.get('media_type')};base64,{source.get('data')}"
     return str(source.get("url") or source.get("file_id") or "")
 
 
 def _text(content: str | list[ReadBlock]) -> str:
-    """Text of a tool's result or of the system. A picture that a tool took is named, and the conversation goes on."""
+    """Text of a tool's result or of the system prompt. An image in a tool's result is mentioned, not shown."""
     if isinstance(content, str):
         return content
     return "".join(b.text or "" if b.type == "text" else f"[{b.type[:40]}: can't be read here]" for b in content)
@@ -164,7 +164,7 @@ class AnthropicWire(Wire):
     still_working = 'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self) -> None:
-        self._open: str | None = None  # the kind of the block that is open
+        self._open: str | None = None  # kind of the open block
         self._index = -1
 
     def parse(self, raw: bytes) -> ChatRequest:
@@ -176,7 +176,7 @@ class AnthropicWire(Wire):
             messages += _messages(message)
         out: Json = {**body.model_dump(include=SHARED_FIELDS), "messages": messages, "stop": body.stop_sequences}
         if body.messages[-1].role == "assistant":
-            out["continue_final_message"] = True  # a prefill: the answer goes on from it
+            out["continue_final_message"] = True  # a prefill: the answer continues this message
         tools = [_tool(tool) for tool in body.tools or []]
         if (body.tool_choice or {}).get("disable_parallel_tool_use"):
             out["parallel_tool_calls"] = False
@@ -256,7 +256,7 @@ def _ended(one: AnswerChoice) -> Json:
 
 
 def _usage(answer: Answer) -> Json:
-    """Counts of tokens. Cached ones are not among the input tokens there."""
+    """Token counts. Anthropic counts cached tokens apart from input tokens."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "output_tokens": answer.new_tokens,

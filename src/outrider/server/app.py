@@ -1,6 +1,6 @@
-"""The app: models behind routes. The steps of a request on its way to the engine are in intake.py.
+"""The app: routes and the models behind them. The steps of a request on its way to the engine are in intake.py.
 
-Clients take turns at every stage (fair.py), so that a client's requests delay only that client.
+Clients take turns at every stage (fair.py), so a client's requests delay only that client.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 class ReceivedBody:
     raw: bytes
     client: str
-    room: ExitStack  # closed when the text is done with: other large bodies of this client may come then
+    room: ExitStack  # closed when the body is no longer needed: then this client's next large body may arrive
     lanes: Mapping[Lane, FairExecutor]
 
     @property
@@ -62,7 +62,7 @@ class ReceivedBody:
         return len(self.raw) > LONG
 
     async def work(self, function: Callable[[], T], media: bool = False) -> T:
-        """Runs a function in a thread, in the client's turn. media: it may decode images or clips."""
+        """Runs a function in a thread, in the client's turn. media: the function may decode images or clips."""
         lane: Lane = "media" if media else "long" if self.long else "short"
         return await self.lanes[lane].run(self.client, function)
 
@@ -95,21 +95,22 @@ class Server:
 
     @classmethod
     def offline(cls, backend: ServedModel, settings: ServerSettings) -> Server:
-        """A server for files of requests, without limits on their number or time."""
+        """A server for files of requests, without limits on their number or duration."""
         settings = replace(
             settings, max_concurrent=2 * settings.max_concurrent, max_queued=UNBOUNDED, timeout=float(UNBOUNDED)
         )
         return cls(ModelPool.of(backend, settings), settings)
 
     async def answer(self, request: Request, wire: Wire) -> Response:
-        """The answer to a request, whole or as a stream."""
+        """Answers a request, whole or as a stream."""
         call = await self._call(request, wire)
         if not call.answer.job.body.stream:
             return await whole(request, call)
         return EventStream(call, call.chunks(), wire.media_type)
 
     async def completed(self, request: Request, wire: Wire) -> tuple[int, Json] | None:
-        """The answer's status and body when it is done, for a caller without a connection. None: it may come again."""
+        """Status and body of a finished answer, for a caller without a connection. None: the caller should try again
+        later."""
         try:
             call = await self._call(request, wire)
             text = await call.whole()
@@ -118,7 +119,7 @@ class Server:
             return done(api_error(e, request.state.request_id))
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
-        """Answers without the engine: texts and token ids."""
+        """Answers without the engine, from texts and token ids alone."""
         async with self.received(request) as received:
             several = len(self.pool.slots) > 1 and received.raw
             named = await received.parsed(Named.model_validate_json) if several else Named()
@@ -136,15 +137,15 @@ class Server:
 
     @asynccontextmanager
     async def received(self, request: Request) -> AsyncIterator[ReceivedBody]:
-        """A request's body, and a limit on the time for everything inside. A large one is read when it is its client's
-        turn; until then it stays with its client."""
+        """Reads a request's body and limits the time of everything inside. A large body stays with its client until it
+        is the client's turn."""
         client = request.state.client
         if self.admission.closing:
             raise shutting_down()
         try:
             with ExitStack() as room:
                 async with asyncio.timeout(self.time_limit(request)):
-                    chunked = "transfer-encoding" in request.headers  # of any size
+                    chunked = "transfer-encoding" in request.headers  # its size is unknown
                     if chunked or int(request.headers.get("content-length", 0)) > LARGE_BODY_BYTES:
                         await self.big_bodies.acquire(client)
                         room.callback(self.big_bodies.release, client)
@@ -161,13 +162,13 @@ class Server:
     async def borrow(
         self, request: Request, received: ReceivedBody, *, name: str | None, stack: ExitStack
     ) -> tuple[LoadedModel, str | None]:
-        """The model of this name until `stack` is closed, and the adapter that the name asks for. A model that must be
-        loaded first is waited for in a place of its own. What the sender should know becomes a header of the answer
-        (limits.py)."""
+        """Borrows the model of this name, and the adapter that the name asks for, until `stack` is closed. If the model
+        must be loaded first, the request waits in a queue of its own. Notes for the client become a header of the
+        answer (limits.py)."""
         slot, request.state.warning = self.pool.resolve(name)
         ready = self.pool.ready(slot)
         if not ready:
-            received.room.close()  # a load may take longer than other bodies of this client may take to arrive
+            received.room.close()  # other bodies of this client must not time out while a model loads
         with nullcontext() if ready else self.admission.enter(1, received.client):
             model = await self.pool.acquire(slot)
         stack.callback(self.pool.release, slot)
@@ -205,7 +206,7 @@ def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> Fas
         server.admission.closing = True
         await server.close()
 
-    # no /docs: its page would load scripts from other hosts
+    # no /docs page: it would load scripts from other hosts
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = server
     add_routes(app, server)

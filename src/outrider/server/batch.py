@@ -59,14 +59,14 @@ class BatchLine:
 @dataclass
 class BatchProgress:
     total: int
-    done: int = 0  # lines with a result, those of earlier runs included
-    failed: int = 0  # of this run's results, those that are not a 200
-    resumed: int = 0  # lines that had a result already
+    done: int = 0  # lines with a result, including earlier runs
+    failed: int = 0  # results of this run with another status than 200
+    resumed: int = 0  # lines that already had a result
     new_tokens: int = 0
 
 
 class BadLine(Exception):
-    """Raised for a line that is not a request."""
+    """A line that is not a request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class BadLine(Exception):
 
 
 def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
-    """The requests of a file, without blank lines. `salt`: model and seed, on which answers depend as well."""
+    """The requests of a file, skipping blank lines. `salt`: model and seed, which answers depend on."""
     plain = not source.exists() or source.is_file() or source.is_dir()
     require(plain, f"cannot read {source}: not a plain file, and a run reads its requests more than once")
     with bad_input(OSError, lambda e: f"cannot read {source}: {e.strerror}"), source.open("rb") as file:
@@ -100,7 +100,7 @@ BEGINNING = b'{"id": "batch_req_'  # of every result
 
 
 class Results:
-    """The output file, opened for one run at a time. Only whole lines ever count."""
+    """The output file, open for one run at a time. Only whole lines count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,12 +120,12 @@ class Results:
             self._file.close()
 
     def finished(self) -> set[str]:
-        """Ids of the lines that have a result. A last line without its end is cut off: its request runs again."""
+        """Ids of the lines with a result. Cuts off an incomplete last line: its request runs again."""
         ids: set[str] = set()
         whole = 0
         self._file.seek(0)
         for number, raw in enumerate(self._file, 1):
-            # behind results it can be nothing else
+            # an incomplete line behind results can only be a result
             if not raw.endswith(b"\n") and (ids or raw.startswith(BEGINNING[: len(raw)])):
                 break
             whole += len(raw)
@@ -154,12 +154,12 @@ class Results:
 async def answer_lines(
     lines: Iterator[BatchLine], names: dict[str, int], seed: int, answer: Answerer, most: int
 ) -> AsyncGenerator[list[Json], None]:
-    """Results as they come, of at most `most` lines at once. Closed early, it cancels what runs. names: custom_ids of
-    lines that have a result already, and their lines. answer: may raise BadLine or ApiError."""
+    """Yields results as they come, for at most `most` lines at once. Closing it cancels running lines. names:
+    custom_ids of lines with a result, and their line numbers. answer: may raise BadLine or ApiError."""
     running: set[asyncio.Future[Json]] = set()
     try:
         while True:
-            for line in islice(lines, most - len(running)):  # in their order: the first of two custom_ids counts
+            for line in islice(lines, most - len(running)):  # in order: of two equal custom_ids the first counts
                 request = await _parsed(line)
                 running.add(asyncio.ensure_future(_result(line, request, names=names, seed=seed, answer=answer)))
             if not running:
@@ -174,7 +174,7 @@ async def answer_lines(
 
 @dataclass(frozen=True)
 class BatchFile:
-    """A run: a file of requests, answered with any engine. `tell` is called at every change."""
+    """Answers a file of requests with any engine. Calls `tell` at every change."""
 
     source: Path
     out: Path
@@ -183,7 +183,7 @@ class BatchFile:
     tell: Callable[[BatchProgress], None] = lambda _: None
 
     async def run(self, answer: Answerer, most: int) -> BatchProgress:
-        """Answers the lines without a result, once, `most` at a time. Engines go on while results are written."""
+        """Answers lines without a result, each once, `most` at a time. Engines continue while results are written."""
         salt = f"{self.model} {self.seed}"
         known = [line.id for line in read_lines(self.source, salt)]
         require(bool(known), f"{self.source} holds no request")
@@ -225,7 +225,7 @@ class BatchFile:
 
 
 async def _parsed(line: BatchLine) -> BatchRequestLine | BadLine:
-    """Parses a line, a long one off the event loop."""
+    """Parses a line; a long one off the event loop."""
     try:
         return parse(line) if len(line.text) <= LONG else await asyncio.to_thread(parse, line)
     except BadLine as error:
@@ -235,7 +235,8 @@ async def _parsed(line: BatchLine) -> BatchRequestLine | BadLine:
 async def _result(
     line: BatchLine, request: BatchRequestLine | BadLine, *, names: dict[str, int], seed: int, answer: Answerer
 ) -> Json:
-    """Takes the line's custom_id: a later line may have been refused for it before this one was answered."""
+    """Takes the line's custom_id here: a later line with the same one may have been refused before this one was
+    answered."""
     custom_id: str | None = None
     try:
         if isinstance(request, BadLine):
@@ -258,13 +259,14 @@ async def _result(
 
 
 def answered_body(row: Json) -> Any:
-    """The answer of a result, if it has one."""
+    """The answer in a result, if there is one."""
     response: Any = row["response"]
     return response["body"] if response is not None and response["status_code"] == 200 else None
 
 
 def answer_file(server: Server, batch: BatchFile) -> BatchProgress:
-    """server: one that refuses nothing for its load (`Server.offline`). It is closed at the end."""
+    """Answers a file with a server that refuses nothing because of load (`Server.offline`), and closes the server at
+    the end."""
 
     async def run() -> BatchProgress:
         server.pool.start()
@@ -286,7 +288,7 @@ async def offline_answer(server: Server, line: BatchLine, url: str, body: Json) 
 async def answered(
     server: Server, line: BatchLine, url: str, body: Json, *, client: str, time_limit: float | None = None
 ) -> tuple[int, Json]:
-    """Answer a line as if the client had sent it itself. `time_limit`: seconds for each of its phases, instead of the
+    """Answers a line as if the client had sent it. `time_limit`: seconds for each of its phases, instead of the
     server's."""
     text = json.dumps(body) if len(line.text) <= LONG else await asyncio.to_thread(json.dumps, body)
     raw = text.encode()
@@ -300,11 +302,11 @@ async def answered(
         result = await server.completed(request, OpenAIWire(ROUTES[url]))
         if result is not None:
             return result
-        await asyncio.sleep(RETRY_S)  # the server is full, or ends, and this task with it
+        await asyncio.sleep(RETRY_S)  # the server is full, or shutting down, which cancels this task
 
 
 def receiving(body: bytes, gone: asyncio.Event) -> Receive:
-    """A request whose body is there, and whose client leaves when `gone` is set."""
+    """A request whose body has arrived, and whose client disconnects when `gone` is set."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -318,21 +320,21 @@ def receiving(body: bytes, gone: asyncio.Event) -> Receive:
 
 
 class WorkerLost(Exception):
-    """Raised by a worker, or by its calls, when it dies."""
+    """A worker died. Raised by its constructor or by its calls."""
 
 
 @dataclass(eq=False)
 class _WorkerSlot:
-    worker: asyncio.Task[Answerer] | None = None  # that is being made, or is there
-    lines: int = 0  # that it has
+    worker: asyncio.Task[Answerer] | None = None  # starting or running
+    lines: int = 0  # lines it is answering
 
 
 class WorkerPool:
-    """Answers lines with several workers. The lines of one that dies go to others, and another replaces it; a line that
-    was running in `MAX_DEATHS` deaths is refused: one poisonous request must not end the run."""
+    """Answers lines with several workers. If one dies, another replaces it and its lines go to others. A line that was
+    running in `MAX_DEATHS` deaths is refused, so that one poisonous request cannot end the run."""
 
     def __init__(self, make: Callable[[], Awaitable[Answerer]], workers: int) -> None:
-        """make: a worker; it and its calls raise WorkerLost if the worker dies."""
+        """make: starts a worker. It, and calls of the worker, raise WorkerLost if the worker dies."""
         self._make = make
         self._slots = [_WorkerSlot() for _ in range(workers)]
 
@@ -344,7 +346,7 @@ class WorkerPool:
             try:
                 return await (await asyncio.shield(worker))(line, url, body)
             except WorkerLost:
-                if slot.worker is worker:  # the first of its lines to learn of it
+                if slot.worker is worker:  # this line is the first to see the death
                     slot.worker = None
             finally:
                 slot.lines -= 1
@@ -352,7 +354,7 @@ class WorkerPool:
         raise ApiError(500, message, code="engine_error")
 
     async def _made(self) -> Answerer:
-        """Starts a worker. No line is to blame if it is lost while it loads."""
+        """Starts a worker. If it dies while loading, no line is to blame."""
         for _ in range(MAX_DEATHS):
             try:
                 return await self._make()
@@ -363,7 +365,7 @@ class WorkerPool:
 
 
 def seeded(body: Json, seed: int, custom_id: str) -> Json:
-    """Adds a seed if the body has none, from the run's seed and the line's custom_id."""
+    """Adds a seed to a body without one, from the run's seed and the line's custom_id."""
     if body.get("seed") is not None:
         return body
     digest = hashlib.sha256(f"{seed} {custom_id}".encode("utf-8", "replace")).digest()

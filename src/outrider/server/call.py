@@ -1,7 +1,7 @@
-"""A submitted job: its events are written as they come, until the end, the deadline or the client's disconnect.
+"""A submitted job. Its events are written as they come, until the end, the deadline or the client's disconnect.
 
-A disconnect, a client that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what still
-runs and frees its places.
+A disconnect, a client that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts running
+sequences and frees their places.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
-PROGRESS_COMMENT_S = 5.0  # between two heartbeats during prefill, which report its progress
-FEW_SCORED = 64  # up to this many tokens with log-probabilities are written on the event loop
+PROGRESS_COMMENT_S = 5.0  # between heartbeats during prefill; they report its progress
+FEW_SCORED = 64  # maximum tokens with log-probabilities that are rendered on the event loop
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """Bounds each phase of a request: waiting, a prompt without progress, the answer."""
+    """Limits each phase of a request: waiting, a prompt without progress, the answer."""
 
-    arrived: float  # of time.monotonic()
+    arrived: float  # by time.monotonic()
     seconds: float
 
 
 class Call:
-    """Hands its sequences to the engine, each in its turn: the first is waited for, the others follow while it runs.
-    resources: the model and the places of this call, which are given back at its end."""
+    """Hands the job's sequences to the engine, each in its turn: the caller waits for the first, the others follow
+    while it runs. resources: the call's model and places, returned at its end."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class Call:
         self._began = time.monotonic()
         self.deadline = limit.arrived + limit.seconds
         self._stream = RequestStream(model.runner, (r.id for r in self._job.requests))
-        self._holding: set[str] = set()  # requests that have a place in the engine
+        self._holding: set[str] = set()  # requests with a place in the engine
         self._others: asyncio.Task[None] | None = None
         self._begun = self._closed = self._answering = False
-        self._failed = False  # ended by an error of ours, or by its deadline
-        self._read: tuple[int, int] | None = None  # how far the prompt was when it was last asked for
+        self._failed = False  # ended by an internal error or by the deadline
+        self._read: tuple[int, int] | None = None  # prefill progress at the last look
         self.extended: Callable[[float], None] = lambda deadline: None
         resources.callback(self._end)
 
     # ---- to the engine
 
     async def begin(self) -> None:
-        """Wait for our turn and hand the job to the engine, once."""
+        """Waits for the client's turn and hands the job to the engine, once."""
         if not self._begun:
             try:
                 await self._submit(self._job.requests[0])
@@ -125,7 +125,8 @@ class Call:
             self._release(id)
 
     def _progress(self) -> tuple[int, int] | None:
-        """Tokens of the job's prompts that are read, of how many, as last published; None: none is being read."""
+        """Prompt tokens of this job that are computed, and their total, as last published; None: no prompt is in
+        prefill."""
         published = self._model.runner.progress
         progress = [published[r.id] for r in self._job.requests if r.id in published]
         if not any(p.prompt_left for p in progress):
@@ -135,7 +136,7 @@ class Call:
     # ---- from the engine
 
     async def whole(self) -> bytes:
-        """The body of the answer. Many log-probabilities are written off the event loop."""
+        """The body of the answer. Many log-probabilities are rendered off the event loop."""
         try:
             async for event in self._events():
                 if event is not None:
@@ -149,7 +150,7 @@ class Call:
             self.close()
 
     async def chunks(self) -> AsyncIterator[str]:
-        """The stream of the answer. Errors after its first byte are events of the stream."""
+        """The stream of the answer. Errors after the first byte are events of the stream."""
         wire = self.wire
         answer = self.answer
         try:
@@ -169,7 +170,7 @@ class Call:
             except ApiError as e:
                 self._server.metrics.requests.labels(self._route, str(e.status)).inc()
                 end = wire.error(e)
-            self.close()  # before its end is written: a client that has read it may send its next request at once
+            self.close()  # before the last chunk: a client may send its next request as soon as it has read that
             yield end
         finally:
             self.close()
@@ -182,7 +183,7 @@ class Call:
         return progress + self.wire.still_working
 
     async def _events(self) -> AsyncIterator[Event | None]:
-        """The engine's events; None as a sign of life when nothing came for a while."""
+        """The engine's events; None as a heartbeat after a while without any."""
         waiting = asyncio.ensure_future(self.begin())
         try:
             while not (await asyncio.wait([waiting], timeout=min(self._left(), KEEP_ALIVE_S)))[0]:
@@ -198,7 +199,7 @@ class Call:
                 if event is not None and event.finish_reason is not None:
                     self._release(event.id)
                 yield event
-        except (OutriderError, EngineError) as e:  # found while running
+        except (OutriderError, EngineError) as e:  # discovered while running
             raise self._failure(e) from e
         finally:
             waiting.cancel()
@@ -208,7 +209,7 @@ class Call:
         self.extended(self.deadline)
 
     def _left(self) -> float:
-        """Seconds to the deadline, which moves on while the prompt is read: limits are for waiting and answers."""
+        """Seconds to the deadline. Prefill moves the deadline on: limits are for waiting and for answers."""
         if not self._answering:
             progress = self._progress()
             if progress is not None and progress != self._read:
@@ -221,7 +222,7 @@ class Call:
         return left
 
     def close(self) -> None:
-        """Ends the call, for any reason; only the first time counts. Must not await: the task may be cancelled."""
+        """Ends the call for any reason; only the first time counts. Must not await: the task may be cancelled."""
         if self._closed:
             return
         self._closed = True
@@ -253,8 +254,9 @@ class Call:
 
 
 class EventStream(StreamingResponse):
-    """Ends at the call's deadline also while a write blocks; closes its call also when the client left before the first
-    chunk. A failure that the content can't tell of cuts the connection, and clients try again."""
+    """A streamed response that ends at the call's deadline even while a write blocks, and closes its call even if the
+    client left before the first chunk. A failure that the stream cannot express cuts the connection, so that clients
+    try again."""
 
     def __init__(self, call: Call, content: AsyncIterator[str | bytes], media_type: str) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -262,12 +264,12 @@ class EventStream(StreamingResponse):
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        grace = 1.0  # the call tells of its deadline itself, where its client reads
+        grace = 1.0  # to a client that reads, the call itself reports its deadline first
         try:
             async with asyncio.timeout_at(self._call.deadline + grace) as limit:  # the loop's clock is time.monotonic
 
                 def extended(deadline: float) -> None:
-                    with suppress(RuntimeError):  # over already
+                    with suppress(RuntimeError):  # already over
                         limit.reschedule(deadline + grace)
 
                 self._call.extended = extended
@@ -283,8 +285,8 @@ class EventStream(StreamingResponse):
 
 
 async def spaced(work: asyncio.Future[bytes]) -> AsyncIterator[bytes]:
-    """An unstreamed answer that takes long: the status and spaces before the JSON keep the connection alive, since
-    clients and proxies give up on one that is silent for minutes."""
+    """Sends the status, and spaces before the JSON, while an unstreamed answer takes long: clients and proxies give up
+    on a connection that is silent for minutes."""
     try:
         yield b" "
         while not (await asyncio.wait([work], timeout=KEEP_ALIVE_S))[0]:
@@ -318,7 +320,7 @@ class ClientGone(ApiError):
 
 
 async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
-    """Await `work`, but cancel it when the client disconnects."""
+    """Awaits `work`, but cancels it when the client disconnects."""
 
     async def departure() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -335,4 +337,4 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
         for other in (task, gone):
             other.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-        del task, gone, other  # an error of the work, its traceback, this frame and the task would be a cycle
+        del task, gone, other  # else an error, its traceback, this frame and the task would form a cycle

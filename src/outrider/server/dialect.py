@@ -1,4 +1,5 @@
-"""A model's syntax of thoughts and tool calls, and the prompt text of tools for chat templates without tool support."""
+"""A model's syntax of thoughts and tool calls, and the text that describes tools to chat templates without tool
+support."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..types import Json, OutriderError
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat
 from .tools import GEMMA_OPEN, JSON_CLOSE, JSON_OPEN
 
-Content = str | list[Json]  # of a message, as chat templates read it: a text, or parts with images among them
+Content = str | list[Json]  # a message's content as chat templates read it: text, or parts with images among them
 TOOLS_PROMPT = """You can call functions. These are available:
 <tools>{tools}</tools>
 
@@ -29,7 +30,7 @@ MARKS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
-# Where such a text ends besides the model's own end tokens: padding, and the beginning of another file.
+# End tokens of infilled text, besides the model's own: padding, and the beginning of another file.
 ENDS = (
     "<|fim_pad|>",
     "<fim_pad>",
@@ -44,7 +45,7 @@ ENDS = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """This model's syntax of thoughts and tool calls, derived from its vocabulary and template."""
+    """Syntax of thoughts and tool calls of one model, derived from its vocabulary and template."""
 
     tools: Literal["gemma4", "json"]
     thoughts: ThoughtFormat
@@ -58,7 +59,7 @@ class Dialect:
         probe: Json = {"type": "function", "function": function}
 
         def rendered(users: int, tools: list[Json]) -> str | None:
-            """None: the template refuses it."""
+            """The rendered conversation; None: the template refuses it."""
             try:
                 return tokenizer.render([{"role": "user", "content": "x"}] * users, tools=tools or None)
             except OutriderError:
@@ -70,8 +71,8 @@ class Dialect:
 
 
 def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for templates whose turns must alternate (Gemma 3, Mistral): messages of the same role in a row, as
-    agents send them, are joined, and a system message after the first turn becomes the user's."""
+    """Messages for templates with strictly alternating turns (Gemma 3, Mistral): consecutive messages of one role, as
+    agents send them, are joined; a system message after the first turn becomes the user's."""
     out: list[dict[str, Any]] = []
     for message in messages:
         role = message["role"]
@@ -89,14 +90,14 @@ def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined(first: Content, second: Content) -> Content:
-    """Contents of two messages as one: texts as paragraphs, anything else as a list of parts."""
+    """Joins the contents of two messages: texts as paragraphs, anything else as a list of parts."""
     if isinstance(first, str) and isinstance(second, str):
         return "\n\n".join(filter(None, (first, second)))
     return [*_parts(first), *_parts(second)]
 
 
 def enclosed(content: Content, before: str = "", after: str = "") -> Content:
-    """The content of a message between two texts."""
+    """Puts text before and after a message's content."""
     if isinstance(content, str):
         return before + content + after
     return [*_parts(before), *content, *_parts(after)]
@@ -109,7 +110,8 @@ def _parts(content: Content) -> list[Json]:
 
 
 def spell_out_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Messages for templates without tools: definitions go into the system message, calls and results into text."""
+    """Rewrites messages for templates without tool support: definitions go into the system message, calls and results
+    into text."""
     out = []
     for message in messages:
         content: Content = message["content"]
@@ -139,7 +141,7 @@ class Infill:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Infill | None:
-        """None: the model has no such tokens."""
+        """The model's tokens for fill-in-the-middle; None: it has none."""
         known = tokenizer.backend.token_to_id
         for names in MARKS:
             first, second, third = (known(name) for name in names)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {p.name: p for p in sorted(PAGE.iterdir()) if p.suffix in (".html", ".css", ".js", ".svg")}
-COUNTED = "response.input_tokens"  # what OpenAI and llama.cpp call a count of tokens
+COUNTED = "response.input_tokens"  # the object name that OpenAI and llama.cpp give a token count
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -73,7 +73,7 @@ async def ollama_generate(server: Server, request: Request) -> Response:
 
 
 async def _ollama_answer(server: Server, request: Request, wire: ollama.OllamaWire) -> Response:
-    """Answer a request; one without a prompt loads its model."""
+    """Answers a request; one without a prompt loads its model."""
     small = 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL
     if small and ollama.asks_nothing(await request.body()):
         return await server.look(request, lambda _, preparer: wire.loaded(preparer.name))
@@ -161,7 +161,7 @@ async def delete_response(server: Server, request: Request) -> Response:
 
 
 async def _stored(server: Server, client: str, read: Callable[[], Json]) -> Response:
-    """Reads a stored response in the client's turn and off the event loop: it may have megabytes."""
+    """Reads a stored response in the client's turn, off the event loop: it may have megabytes."""
     return await server.lanes["short"].run(client, lambda: JSONResponse(read()))
 
 

@@ -26,13 +26,13 @@ TYPES = {
 T = TypeVar("T")
 UNION_TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "Tool", "Function"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-UTF8_BOM = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
-# A parser holds the interpreter until it is done. 4 MB of text take it 5 ms, 4 MB of `{},` half a second: what counts
-# is bounded.
+UTF8_BOM = b"\xef\xbb\xbf"  # some editors write it at the start of a file
+# A parser holds the GIL until it is done. 4 MB of text take 5 ms, 4 MB of `{},` half a second, so the number of values
+# is limited.
 # separators; members of objects together with lists and objects
 MAX_VALUES = 1 << 19
 MAX_MEMBERS = 1 << 16
-BLOCK = 1 << 18  # bytes that are counted at once, in less than a millisecond
+BLOCK = 1 << 18  # bytes counted at once, in less than a millisecond
 
 
 class ApiError(Exception):
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """The kind of error for logs, without text of the request."""
+        """Kind of the error for logs, without text of the request."""
         return self.code or self._kind("server_error")
 
     def _kind(self, ours: str) -> str:
@@ -83,10 +83,11 @@ class ApiError(Exception):
 
 
 class ContextOverflow(ApiError):
-    """A prompt that does not fit the context, in the wording that makes clients and agents shorten it."""
+    """A prompt that exceeds the context, in the wording that makes clients and agents shorten it."""
 
     def __init__(self, tokens: int, *, field: str, most: int, context: int, at_least: bool = False) -> None:
-        """most: tokens a prompt may have. at_least: the text was not tokenised to its end."""
+        """most: maximum tokens of a prompt. at_least: the count is a lower bound, since the text was not tokenised to
+        its end."""
         self._tokens = tokens
         self._most = most
         size = f"your {field} resulted in {'at least ' if at_least else ''}{tokens} tokens"
@@ -102,12 +103,12 @@ class ContextOverflow(ApiError):
 
 
 def where(error: BaseException) -> str:
-    """Type and place of an error for the log; not its message, which may hold a prompt."""
+    """Type and place of an error, for the log. Its message is left out: it may hold a prompt."""
     return type(error).__name__ + "\n" + "".join(traceback.format_tb(error.__traceback__))
 
 
 def api_error(error: Exception, request_id: str) -> ApiError:
-    """Maps an exception to the error that the client sees. One that is not the request's fault is logged."""
+    """Maps an exception to the error that the client sees. Logs it if the request is not at fault."""
     if isinstance(error, ApiError):
         return error
     log.error("unexpected, in request %s: %s", request_id, where(error))
@@ -128,13 +129,13 @@ def shutting_down() -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """One line about the most helpful of pydantic's complaints: unknown fields first, then the deepest."""
+    """One line about the most helpful of pydantic's errors: unknown fields first, then the most deeply nested."""
     complaints: Sequence[ErrorDetails] = error.errors(include_url=False, include_input=False)
     first = min(complaints, key=lambda c: (c["type"] != "extra_forbidden", -len(c["loc"])))
     unknown = first["type"] == "extra_forbidden"
     name = field_name(first["loc"][:-1] if unknown else first["loc"])
     if unknown:
-        last = str(first["loc"][-1])[:100]  # as its sender has it, whatever it looks like
+        last = str(first["loc"][-1])[:100]  # verbatim, cut to a length
         name = f"{name}.{last}" if name else last
         return bad(f"Unknown or unsupported field: '{name}'.", name, "unknown_field")
     if first["type"] == "json_invalid":
@@ -148,7 +149,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def read(raw: bytes, parse: Callable[[bytes], T], mend: bool = True) -> T:
-    """Parses a body; an error of it becomes an `ApiError`. mend: replace lone surrogates and try again."""
+    """Parses a body; errors become an `ApiError`. mend: replace lone surrogates and try again."""
     check_size(raw)
     error: ApiError | None
     try:
@@ -161,18 +162,18 @@ def read(raw: bytes, parse: Callable[[bytes], T], mend: bool = True) -> T:
     if mend and error.code == "invalid_json" and SURROGATE.search(raw):
         return read(_mended(raw), parse, mend=False)
     try:
-        raise error  # not in there: it would hold the validation's error, and that the body's values
+        raise error  # not inside `except`: the validation error would stay attached, and it holds the body's values
     finally:
-        error = None  # else its traceback would hold it, and all of it would wait for the garbage collector
+        error = None  # breaks the cycle of error, traceback and frame, which would wait for the garbage collector
 
 
 def check_size(raw: bytes) -> None:
-    """Refuse a body with more values than a request can have use for. Separators inside of texts do not count. Another
-    thread that wants the interpreter waits for a block at most."""
+    """Refuses a body with more values than any request needs. Separators inside of texts do not count. Counts block by
+    block, so another thread waits for the GIL no longer than one block takes."""
     if len(raw) <= min(MAX_VALUES, MAX_MEMBERS):
         return
     if b"\\" in raw:
-        raw = raw.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # now a quote begins or ends a text
+        raw = raw.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # every quote left begins or ends a text
     many = members = inside = 0
     for start in range(0, len(raw), BLOCK):
         block = np.frombuffer(raw, np.uint8, min(BLOCK, len(raw) - start), start)
@@ -188,7 +189,7 @@ def check_size(raw: bytes) -> None:
 
 
 def _mended(raw: bytes) -> bytes:
-    """Replaces each lone surrogate by a ?: half of an emoji, where a client has cut a text in two."""
+    """Replaces each lone surrogate with a ?. Clients that cut a text in two can leave half of an emoji."""
     try:
         return json.dumps(json.loads(raw.removeprefix(UTF8_BOM)), ensure_ascii=False).encode("utf-8", "replace")
     except (ValueError, RecursionError):

@@ -1,8 +1,9 @@
 """The grammar of Gemma 4's forced calls, in llguidance's Lark dialect.
 
-Gemma writes arguments in its own syntax: bare keys, control tokens as quotes, strings without escapes. So schemas, as
-tool_schema.py leaves them, are translated: rules for objects and arrays, regular expressions for strings, the
-compiler's JSON rules for bounded numbers, literals for constants. What cannot be written down is noted, or refused.
+Gemma writes arguments in its own syntax: bare keys, control tokens as quotes, strings without escapes. So a schema,
+simplified by tool_schema.py, is translated: rules for objects and arrays, regular expressions for strings, the
+compiler's JSON rules for bounded numbers, literals for constants. Keywords that cannot be expressed are noted, or
+refused for strict tools.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE
 
 BARE_KEY = re.compile(r"[^:{}\[\],\"<>\s][^:{}\[\],\"<>\n]{0,255}")
 KEY = "[A-Za-z0-9_$@][A-Za-z0-9_$@./-]*"
-MAX_COUNTED = 32  # properties that are counted one by one for minProperties and maxProperties
+MAX_COUNTED = 32  # maximum properties that are counted for minProperties and maxProperties
 MAX_RULES = 20_000
 SCALARS = {"boolean": '("true" | "false")', "null": '"null"'}
 ALL_TYPES = ("string", "number", "boolean", "null", "array", "object")
@@ -39,18 +40,18 @@ FIXED_RULES = {
 
 
 def quote_literal(text: str) -> str:
-    """The text as a literal of Lark."""
+    """The text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 class NoValue(Exception):
-    """No value matches the schema."""
+    """Raised for a schema that no value matches."""
 
 
 def gemma_calls(
     functions: Sequence[ToolFunction], max_calls: int, token_id: Callable[[str], int], notes: Sequence[SchemaNotes]
 ) -> str:
-    """The grammar of one to `max_calls` calls. token_id: the id of a control token; notes: one for each function."""
+    """Grammar of one to `max_calls` calls. token_id: the id of a control token; notes: one entry per function."""
     quote = f"<[{token_id(GEMMA_QUOTE)}]>"
     rules = dict[str, str]()
     calls = []
@@ -217,7 +218,7 @@ class _Writer:
         return members
 
     def _extra(self, declared: list[str], patterns: Mapping[str, Json], additional: Json) -> str | None:
-        """The rule of a property that is not declared; None if there are none."""
+        """Rule of undeclared properties; None if they are not allowed."""
         if not patterns and not declared and additional in (True, {}):
             return "pair"
         not_declared = "".join(f" & ~{terminal(re.escape(name))}" for name in declared)
@@ -236,8 +237,8 @@ class _Writer:
         return self._new(" | ".join(rules)) if rules else None
 
     def _sequence(self, members: list[tuple[str, bool]], extra: str | None, least: int, most: int | None) -> str:
-        """Members in their order, then others, between the braces. A state is the number of properties so far, up to
-        the number that still matters: the first needs no comma, and counts have bounds."""
+        """Members in declared order, then undeclared ones, between the braces. A state is the number of properties so
+        far, up to the largest number that matters: the first property needs no comma, and counts have bounds."""
         cap = max(1, least, most or 0)
         after = [self._extras(extra, count, least=least, most=most) for count in range(cap + 1)]
         for text, needed in reversed(members):
@@ -256,7 +257,7 @@ class _Writer:
         return after[0]
 
     def _extras(self, extra: str | None, count: int, least: int, most: int | None) -> str | None:
-        """Undeclared properties after `count` others; None if the object cannot end well any more."""
+        """Undeclared properties after `count` others; None if no valid end can be reached."""
         minimum = max(0, least - count)
         maximum = None if most is None else most - count
         if (maximum is not None and maximum < minimum) or (extra is None and minimum > 0):
@@ -294,7 +295,7 @@ class _Writer:
         return self._new(f'"[" {body} "]"')
 
     def _items(self, item: str, before: int, least: int, most: int | None) -> str:
-        """Items after `before` others."""
+        """Items of an array after the first `before`."""
         minimum = max(0, least - before)
         maximum = None if most is None else most - before
         if maximum == 0:
@@ -351,7 +352,7 @@ class _Writer:
 
 
 def _valid(value: Json, schema: Mapping[str, Json]) -> bool:
-    """Whether a listed value also has the type and the bounds that stand beside it."""
+    """True if a listed value also satisfies the schema's type and bounds."""
     types = schema.get("type")
     if types is not None and not any(_has_type(value, str(name)) for name in _list_of(types)):
         return False

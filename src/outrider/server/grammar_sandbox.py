@@ -1,11 +1,11 @@
 """A sandbox process that tries grammars before the server compiles them (engine/child_process.py).
 
-A few bytes of schema can cost a compiler any amount of time and memory, or overflow its stack, and nothing inside a
-process can stop that. So this process holds a tokenizer and forks for each grammar a child under limits of processor
-time, address space and stack, and another that tells how it ended: whether it compiled, or which limit it exceeded. A
-grammar comes with a connection of its own, and its trial ends with that. An ordinary one takes milliseconds; a longer
-one gets only idle processor time. Windows has no fork: there the process itself tries one grammar after the other, and
-the server ends it when a trial is late.
+A few bytes of schema can cost a compiler any amount of time and memory, or overflow its stack, and no check inside a
+process can stop that. So this process holds a tokenizer and, for each grammar, forks a child with limits on processor
+time, address space and stack. Another child reports how it ended: compiled, or over which limit. Every grammar has a
+connection of its own; closing it ends the trial. An ordinary trial takes milliseconds; a longer one gets only idle
+processor time. Windows has no fork: there the process itself tries one grammar after the other, and the server kills it
+when a trial is late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..engine.grammar import GrammarCompiler
 from ..types import OutriderError
 from .grammar_source import MAX_CHARS, GrammarSource, GrammarText, build
 
-STACK = 1 << 20  # bytes; any thread of the server has more
+STACK = 1 << 20  # bytes; every thread of the server has more
 # seconds of processor time after which a trial gets the lowest priority; seconds between two checks
 QUICK = 0.1
 LOOK = 0.05
@@ -37,7 +37,7 @@ class GrammarSandbox:
         self.memory = memory
 
     def answer(self, source: GrammarSource, connection: int, yielding: bool) -> dict[str, object]:
-        """The grammar's text and size, or why it is refused. Ends this process when the connection closes.
+        """The grammar's text and size, or the reason for its refusal. Ends this process when the connection closes.
 
         `yielding`: after `QUICK` seconds the trial runs on idle processors only.
         """
@@ -71,7 +71,7 @@ class GrammarSandbox:
             return result
         if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGXCPU):
             return {"error": f"it takes more than {self.seconds:g} seconds to compile and to try: make it simpler"}
-        # out of memory or out of stack: which of them, the system doesn't say
+        # out of memory or out of stack: the system does not say which
         limit = f"{self.memory >> 20} MB"
         return {"error": f"it needs more than {limit} or nests too deep to be compiled: make it simpler"}
 
@@ -105,7 +105,7 @@ class GrammarSandbox:
             file.write(json.dumps(out).encode())
 
     def attempt(self, source: GrammarSource) -> dict[str, object]:
-        """The grammar's text, or why it is refused, without limits."""
+        """The grammar's text, or the reason for its refusal, without limits."""
         try:
             grammar = self._compile(source)
         except OutriderError as error:
@@ -124,7 +124,7 @@ class GrammarSandbox:
 
 
 def answer_calls() -> None:
-    """Tries grammars that come as calls of a `ChildProcess`."""
+    """Tries grammars that arrive as calls of a `ChildProcess`."""
     calls = frames()
     setup = json.loads(next(calls))
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])
@@ -144,7 +144,7 @@ def main() -> None:
     setup = json.loads(control.recv(size, socket.MSG_WAITALL))
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])
     sandbox = GrammarSandbox(compiler, float(setup["seconds"]), int(setup["memory"]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what a trial's process has to say goes through its connection
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a trial reports through its connection, not by its exit status
     while True:
         data, connections, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
@@ -154,7 +154,7 @@ def main() -> None:
             try:
                 with socket.socket(fileno=connections[0]) as connection, connection.makefile("rb") as lines:
                     kind, payload, field, yielding = json.loads(lines.readline())
-                    connection.sendall(b"\n")  # it begins
+                    connection.sendall(b"\n")  # the trial begins
                     result = sandbox.answer(GrammarSource(kind, payload, field), connection.fileno(), yielding)
                     connection.sendall(json.dumps(result).encode())
             finally:
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def _run_when_idle(pid: int) -> None:
-    """Leave only idle processor time to a trial that has used more than `QUICK` seconds."""
+    """Leaves only idle processor time to trials that have used more than `QUICK` seconds."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, ValueError):  # it has just ended
@@ -182,7 +182,7 @@ def _address_space() -> int:
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no /proc: a roomy guess
+    except OSError:  # no /proc: a generous guess
         return 4 << 30
 
 

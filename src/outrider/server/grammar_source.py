@@ -26,7 +26,7 @@ from .tool_schema import SchemaNotes, ToolFunction, enforceable
 from .tools import JSON_CLOSE, JSON_OPEN
 
 Kind = Literal["json_schema", "regex", "gbnf", "choice", "json_calls", "gemma_calls"]
-MAX_CHARS = 512 << 10  # of a source, and of the text that is made of it
+MAX_CHARS = 512 << 10  # maximum length of a source, and of the grammar built from it
 CHILDREN = ("properties", "$defs", "definitions", "patternProperties")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 Schema = Mapping[str, Json]
@@ -35,7 +35,8 @@ MAX_CALLS = 8
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """`payload`: JSON text for schemas and calls, else the text itself. `field`: of the request, for refusals."""
+    """A grammar before it is built. `payload`: JSON text for schemas and calls, else the grammar's text. `field`: the
+    request's field, for refusals."""
 
     kind: Kind
     payload: str
@@ -43,21 +44,21 @@ class GrammarSource:
 
     @cached_property
     def digest(self) -> bytes:
-        """Stands for it where it is remembered: a source may have half a megabyte."""
+        """Key under which the grammar is cached: a source may have half a megabyte."""
         return hashlib.sha256(f"{self.kind} {self.field} {self.payload}".encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclass(frozen=True)
 class GrammarText:
-    """A grammar in the compiler's own language. `unenforced`: one line on what it leaves out of the functions' schemas;
-    empty if nothing."""
+    """A grammar in the compiler's own language. `unenforced`: one line on keywords of functions' schemas that it does
+    not enforce; empty if none."""
 
     text: str
     unenforced: str = ""
 
 
 def build(source: GrammarSource) -> GrammarText:
-    """The grammar of a source. OutriderError when it can't be one."""
+    """Builds the grammar of a source. Raises OutriderError if the source is not one."""
     import llguidance
 
     try:
@@ -76,7 +77,7 @@ def build(source: GrammarSource) -> GrammarText:
         grammar = _CallsGrammar(source.kind == "gemma_calls", calls["most"], calls.get("ids", {}))
         functions = [ToolFunction(name, parameters, strict) for name, parameters, strict in calls["functions"]]
         text, notes = grammar.enforced(functions)
-        if "format" in calls:  # a call, or an answer of this form
+        if "format" in calls:  # either a call or an answer of this format
             form = {**close_objects(calls["format"]), "x-guidance": {"whitespace_pattern": WHITESPACE}}
             text = f"start: calls | answer\nanswer: %json {json.dumps(form)}\n" + text.replace("start: ", "calls: ", 1)
         unenforced = [f"{note.tool}: {', '.join(note.keywords)}" for note in notes if note.keywords]
@@ -93,7 +94,7 @@ def _from_lark(text: str) -> str:
 
 
 def compiler_error(text: str) -> str:
-    """The compiler's complaint about a grammar in Lark; empty if it takes the grammar."""
+    """The compiler's error for a grammar in Lark; empty if it accepts the grammar."""
     import llguidance
 
     try:
@@ -112,8 +113,8 @@ class _CallsGrammar:
     token_ids: Mapping[str, int]  # of Gemma's control tokens
 
     def enforced(self, functions: Sequence[ToolFunction]) -> tuple[str, list[SchemaNotes]]:
-        """The grammar, and what it leaves out. A schema that the compiler refuses as a whole (bounds that exclude each
-        other) is left out as a whole, or refused for a strict function."""
+        """The grammar, and what it does not enforce. A schema that the compiler refuses as a whole (contradictory
+        bounds) is not enforced at all, or refused for a strict function."""
         accepted = []
         unenforced = set()
         for function in functions:  # one by one: the compiler silently drops an alternative that nothing matches
@@ -145,8 +146,8 @@ class _CallsGrammar:
 
 
 def close_objects(schema: object) -> Any:
-    """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others.
-    Parts of an `allOf`, and alternatives beside properties, stay open, since together they describe one object."""
+    """Adds `additionalProperties: false` to objects that list their properties and say nothing of others. Parts of an
+    `allOf`, and alternatives beside properties, stay open, since together they describe one object."""
     shared: set[str] = set()
     _refs_of_parts(schema, shared)
     return _close(schema, shared, "#")
@@ -190,7 +191,7 @@ def _refs_of_parts(node: object, shared: set[str], part: bool = False) -> None:
 
 
 def json_calls(functions: Sequence[ToolFunction], max_calls: int, notes: Sequence[SchemaNotes]) -> str:
-    """The grammar of one to `max_calls` calls in one list. notes: one for each function."""
+    """Grammar of one to `max_calls` calls in one list. notes: one entry per function."""
     calls = []
     for i, (function, note) in enumerate(zip(functions, notes, strict=True)):
         parameters = close_objects(_in_json(enforceable(function, note), note))
@@ -209,8 +210,8 @@ def json_calls(functions: Sequence[ToolFunction], max_calls: int, notes: Sequenc
 
 
 def _in_json(schema: Json, notes: SchemaNotes) -> Json:
-    """The schema without what the compiler's JSON grammar has no form for: counts of properties that may be left out,
-    and lengths beside a pattern that it cannot intersect with them."""
+    """The schema without what the compiler's JSON grammar cannot express: counts of optional properties, and lengths
+    beside a pattern that it cannot intersect with them."""
     if isinstance(schema, list):
         return [_in_json(part, notes) for part in schema]
     if not isinstance(schema, Mapping):
@@ -240,7 +241,7 @@ def _in_json(schema: Json, notes: SchemaNotes) -> Json:
 
 
 def _rebase(schema: Json, base: str) -> Json:
-    """A schema moved inside another: its references '#/...' must follow."""
+    """Adjusts a schema that moves into another: its references '#/...' get the new path."""
     if isinstance(schema, Mapping):
         return {
             k: base + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _rebase(v, base)

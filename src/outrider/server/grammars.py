@@ -1,10 +1,10 @@
 """Compiles grammars for requests, within limits: each is tried in a sandbox process first (grammar_sandbox.py) and
 cached for repeated requests.
 
-A trial over its limits is a 400 that names the field; when a client disconnects, its trial is cancelled. A trial of a
-large grammar first runs on idle processors only: on a busy machine it may end with a 503. Sent again, the grammar gets
-an ordinary priority and more time, and the answer is final. Clients take turns. The cache holds at most `MAX_BYTES` of
-compiled grammars; it evicts those of the client with the most first. Refusals are cached, too.
+A trial over its limits is a 400 that names the field; when a client disconnects, its trial is cancelled. A large
+grammar is first tried on idle processors only: on a busy machine that may end with a 503. Sent again, the grammar gets
+ordinary priority and more time, and the result is final. Clients take turns. The cache holds at most `MAX_BYTES` of
+compiled grammars and evicts those of the client with the most first. Refusals are cached, too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SANDBOX = "outrider.server.grammar_sandbox"
 # limits of one trial: processor time, memory
 CPU_SECONDS = 1.0
 MEMORY = 192 << 20
-# seconds by the clock: of the first trial of a grammar, and of the one after a 503
+# wall-clock seconds of a grammar's first trial, and of the one after a 503
 PATIENCE_S = 4.0
 LAST_PATIENCE_S = 20.0
-CALL_SECONDS = 10.0  # of a trial without fork, by the clock
+CALL_SECONDS = 10.0  # wall-clock seconds of a trial without fork
 RETRY_S = 5  # after a 503; until then the same grammar gets the same 503
-MAX_BUSY = 256  # grammars whose 503 is remembered
-MAX_BYTES = 32 << 20  # of the cache
-REFUSAL_BYTES = 32 << 10  # what a cached refusal counts for
+MAX_BUSY = 256  # maximum grammars whose 503 is remembered
+MAX_BYTES = 32 << 20  # maximum size of the cache
+REFUSAL_BYTES = 32 << 10  # assumed size of a cached refusal
 # trials at once; waiting trials of one client
 AT_ONCE = 2
 WAITING = 8
@@ -51,13 +51,13 @@ WAITING = 8
 
 @dataclass(frozen=True)
 class CachedGrammar:
-    grammar: CompiledGrammar | str  # or why it is refused
+    grammar: CompiledGrammar | str  # or the reason for its refusal
     num_bytes: int
     client: str  # the client that sent it
 
 
 def lower_thread_priority() -> None:
-    """Leave most of the processor to other threads: on Linux threads have priorities of their own."""
+    """Leaves most of the processor to other threads. On Linux each thread has its own priority."""
     if sys.platform == "linux":
         lower_priority(10)
 
@@ -71,13 +71,13 @@ class Grammars:
         self._cache: OrderedDict[bytes, CachedGrammar] = (
             OrderedDict()
         )  # by the source's digest, most recently used last
-        self._busy: OrderedDict[bytes, float] = OrderedDict()  # digests with a 503, and when that was
+        self._busy: OrderedDict[bytes, float] = OrderedDict()  # when a digest got a 503
         self._sandbox = ChildProcess(SANDBOX, self._setup, CALL_SECONDS if sys.platform == "win32" else None)
         # The compiler releases the GIL while it works, and leaves most of the processor to decoding.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=lower_thread_priority)
 
     async def get(self, source: GrammarSource, client: str) -> CompiledGrammar:
-        """The grammar, or an ApiError. Cancelling the call ends its trial."""
+        """The compiled grammar; raises ApiError. Cancelling the call ends its trial."""
         if len(source.payload) > MAX_CHARS:
             message = f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar."
             raise bad(message, source.field, "grammar_too_complex")
@@ -85,7 +85,7 @@ class Grammars:
         if cached is not None:
             return cached
         async with self._gate.enter(client):
-            cached = self._cached(source)  # another request may have compiled the same meanwhile
+            cached = self._cached(source)  # another request may have compiled it meanwhile
             if cached is not None:
                 return cached
             result = await self._try(source)
@@ -99,7 +99,7 @@ class Grammars:
         return GrammarCompiler(self._tokenizer.json, self._vocab, sorted(self._tokenizer.eos_ids))
 
     def start(self) -> None:
-        """Make the compiler now, before connections come: it holds the interpreter for 0.2 s with 49k tokens."""
+        """Makes the compiler before connections come: that holds the GIL for 0.2 s with 49k tokens."""
         with contextlib.suppress(OutriderError):  # reported with the first grammar
             _ = self._compiler
 
@@ -112,7 +112,7 @@ class Grammars:
         self._thread.shutdown(wait=False)
 
     def _cached(self, source: GrammarSource) -> CompiledGrammar | None:
-        """The compiled grammar, if it is cached; raises the cached refusal, and the 503 of a moment ago."""
+        """The cached grammar, None if there is none. Raises a cached refusal or a recent 503."""
         if source.digest in self._cache:
             self._cache.move_to_end(source.digest)
             grammar = self._cache[source.digest].grammar
@@ -138,7 +138,8 @@ class Grammars:
         return grammar
 
     def _store(self, source: GrammarSource, entry: CachedGrammar) -> None:
-        """A client with a thousand grammars must not evict another client's grammar."""
+        """Caches a result. If the cache is full, the client with the most bytes loses its oldest, so a client with a
+        thousand grammars evicts only its own."""
         self._cache[source.digest] = entry
         self._busy.pop(source.digest, None)
         while sum(cached.num_bytes for cached in self._cache.values()) > MAX_BYTES:
@@ -149,7 +150,7 @@ class Grammars:
             del self._cache[next(digest for digest, cached in self._cache.items() if cached.client == largest)]
 
     async def _try(self, source: GrammarSource) -> dict[str, Any]:
-        """The sandbox's answer. The first trial that takes too long is a 503, the next one a refusal."""
+        """The sandbox's result. The first trial that takes too long is a 503, the next one a refusal."""
         last = source.digest in self._busy
         patience = LAST_PATIENCE_S if last else PATIENCE_S
         try:
@@ -166,14 +167,15 @@ class Grammars:
             raise ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1) from None
 
     async def _trial(self, source: GrammarSource, yielding: bool, patience: float) -> dict[str, Any]:
-        """One trial through a connection of its own: closing that ends it. `yielding`: soon on idle processors only."""
+        """Runs a trial through a connection of its own; closing that ends it. `yielding`: soon on idle processors
+        only."""
         if sys.platform == "win32":
             return await self._trial_by_call(source)
         connection = await asyncio.to_thread(self._sandbox.connect)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
             writer.write(json.dumps([source.kind, source.payload, source.field, yielding]).encode() + b"\n")
-            await reader.readexactly(1)  # it begins
+            await reader.readexactly(1)  # the trial begins
             async with asyncio.timeout(patience):
                 answer: dict[str, Any] = json.loads(await reader.read())
             return answer
@@ -181,7 +183,7 @@ class Grammars:
             writer.transport.abort()
 
     async def _trial_by_call(self, source: GrammarSource) -> dict[str, Any]:
-        """One trial without a connection: the process is ended when it is late, and the next trial starts another."""
+        """Runs a trial without a connection. A late one ends with its process; the next trial starts another."""
         call = json.dumps([source.kind, source.payload, source.field]).encode()
         try:
             answer: dict[str, Any] = json.loads(await asyncio.to_thread(self._sandbox.call, call))

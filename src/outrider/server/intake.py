@@ -1,7 +1,7 @@
 """A request on its way to the engine: `Intake.call` takes its steps in order.
 
 Nothing is computed for a request before it is allowed: sizes are checked before texts are read, and places are taken
-before texts become tokens. What was taken on the way is in `resources`, which the call gives back at its end.
+before texts become tokens. Everything acquired on the way is in `resources`, which the call releases at its end.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from .app import ReceivedBody, Server
 
 log = logging.getLogger("outrider.server")
-MAX_WARNING = 600  # characters of a header
+MAX_WARNING = 600  # maximum characters of the header
 
 
 def check_headers(request: Request, wire: Wire) -> None:
-    """Refuses a body that can't be read, by its headers."""
+    """Refuses a body by its headers if it cannot be read."""
     content_type = request.headers.get("content-type", JSON_TYPE).partition(";")[0].strip().lower()
     wire.check_type(content_type, from_browser="origin" in request.headers)
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
@@ -88,7 +88,7 @@ class Intake:
         return await self.server.borrow(self.request, self.received, name=body.model, stack=self.resources)
 
     async def _admit(self, body: ChatRequest | CompletionRequest, model: LoadedModel) -> int:
-        """The number of answers, which have places now."""
+        """Takes places for the request's answers; returns their number."""
         count = partial(model.prepare.answers, body)
         num_answers = await self.received.work(count) if self.received.long else count()
         for name in body.ignored:
@@ -100,10 +100,10 @@ class Intake:
         self.resources.enter_context(self.server.admission.enter(number, self._client))
 
     async def _prepare(self, body: ChatRequest | CompletionRequest, model: LoadedModel, num_answers: int) -> Job:
-        """Makes tokens of texts and media. Another large body of this client may come then."""
+        """Tokenises texts and decodes media. Afterwards the client's next large body may arrive."""
         media = isinstance(body, ChatRequest) and body.has_media
         job = await self.received.work(lambda: model.prepare.job(body), media)
-        if len(job.requests) > num_answers:  # a long file of sound has several pieces
+        if len(job.requests) > num_answers:  # a long sound file is several requests
             self._take_places(len(job.requests) - num_answers)
         self.received.room.close()
         return job
@@ -171,6 +171,6 @@ class Intake:
 
     async def _submit(self, call: Call, model: LoadedModel) -> None:
         """Hands the call to the engine if it is the client's turn, so that a refusal by the engine is a status, not an
-        event in a stream. If it is not, the call waits for its turn while it is answered."""
+        event in a stream. Otherwise the call waits for its turn while it is answered."""
         if not model.turns.would_wait(self._client):
             await call.begin()

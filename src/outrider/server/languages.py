@@ -1,4 +1,4 @@
-"""Names of languages by their ISO 639-1 codes, as requests for transcriptions say them and as a model reads them."""
+"""Names of languages by ISO 639-1 code: requests for transcriptions send codes, models read names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {name.lower(): name for name in (value.strip() for value in LANGUAGES.va
 
 
 def language_name(language: str) -> str | None:
-    """The English name of "de", "de-AT" or "German"; None: the language is not known here."""
+    """The English name of "de", "de-AT" or "German"; None if the language is not in the table."""
     lowered = language.strip().lower()
     code = lowered.replace("_", "-").partition("-")[0]
     name = LANGUAGES.get(code)

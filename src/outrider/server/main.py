@@ -28,7 +28,7 @@ TIDY_S = 10.0
 
 
 class HttpServer(uvicorn.Server):
-    """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they end with an error."""
+    """On SIGTERM or Ctrl-C, new requests get 503; running ones get the grace time, then end with an error."""
 
     def __init__(self, models: ServedModel | ModelPool, settings: ServerSettings) -> None:
         self.app = create_app(models, settings)
@@ -57,17 +57,17 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        # In a terminal and without a file to read again, SIGHUP means that the terminal was closed: the server ends.
+        # In a terminal and without a key file to reload, SIGHUP means that the terminal was closed: the server ends.
         reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
-        here = threading.current_thread() is threading.main_thread()  # nowhere else do signals arrive
+        here = threading.current_thread() is threading.main_thread()  # signals arrive in the main thread only
         if sys.platform != "win32" and reloads and here:
             loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
         await super().startup(sockets)
         self._tidying = asyncio.create_task(self._tidy())
 
     async def _tidy(self) -> None:
-        """Memory of ended connections and large bodies goes back to the system when they are gone, but only while no
-        request runs: the collector and malloc_trim hold locks that every thread needs."""
+        """Returns memory of closed connections and large bodies to the system, but only while no request runs: the
+        garbage collector and malloc_trim hold locks that every thread needs."""
         before = (0, 0)
         admission = self.app.state.server.admission
         while True:
@@ -90,9 +90,9 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket to serve on, before anything slow begins. Port 0: any free one."""
+    """Opens the server's socket before anything slow begins. Port 0: any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP, so that asyncio lets small parts of an answer go at once; else each answer waits 40 ms for its
+    # Named as TCP, so that asyncio disables Nagle's algorithm; else each answer waits 40 ms for its
     # reader's ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # on Windows SO_REUSEADDR would let two servers have one port
@@ -100,7 +100,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, exclusive, 1)
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # so that a second server on this port fails now, too
+        listener.listen(BACKLOG)  # so that a second server on this port also fails now
     except OSError as e:
         listener.close()
         advice = "choose another --port or --host"
@@ -116,7 +116,7 @@ def address(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """Formats a log record as one line of JSON."""
+    """Formats log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
@@ -134,8 +134,8 @@ def set_up_logs(level: str, as_json: bool) -> None:
 
 def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing by threads
-    # A step releases the GIL with every operation, and waits this long for it while another thread computes.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing from threads
+    # A step releases the GIL at every operation, and waits up to this long for it while another thread computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
     for model in server.app.state.server.pool.loaded:

@@ -1,8 +1,8 @@
-"""Images and clips behind http(s) addresses, fetched only from hosts that the operator names (`--allow-image-hosts`).
+"""Fetches images and clips behind http(s) addresses, only from hosts that the operator allows (`--allow-image-hosts`).
 
-A request must not make the server call its own network: every address that a host's name has must be public, and the
-connection goes to one that was checked, so that a second look-up cannot lead elsewhere. Redirects are not followed;
-size and time are bounded.
+A request must not make the server call its own network: every address of the host must be public, and the connection
+goes to a checked address, so that a second DNS look-up cannot lead elsewhere. Redirects are not followed; size and time
+are limited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ..types import OutriderError, bad_input, require
 
 MAX_BYTES = 20 << 20
-SECONDS = 10.0  # of wall time for one file, from the look-up to the last byte
+SECONDS = 10.0  # wall time for one file, from DNS look-up to last byte
 TO_IPV4 = ip_network("64:ff9b::/96")  # a gateway
 PORTS = {"http": 80, "https": 443}
 
@@ -52,7 +52,8 @@ def addresses(host: str, port: int) -> list[str]:
 
 
 def public(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved addresses, also inside of an IPv6 address."""
+    """True for public addresses; false for private, loopback, link-local, multicast and reserved ones, also if embedded
+    in an IPv6 address."""
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -64,8 +65,8 @@ def public(address: str) -> bool:
 
 
 def fetch(url: str, hosts: str, kind: MediaKind) -> bytes:
-    """The bytes behind a URL. Blocks; every failure is a one-line error. hosts: those that may be asked, by commas:
-    HOST, or HOST:PORT for another port than its scheme's."""
+    """The bytes behind a URL. Blocks; every failure is a one-line error. hosts: allowed hosts separated by commas, each
+    HOST or HOST:PORT for a port other than the scheme's."""
     allowed_hosts = frozenset(host.strip().lower() for host in hosts.split(",") if host.strip())
     off = f"{kind.subject} not fetched from the network; send a data URL ({kind.example})"
     require(bool(allowed_hosts), off)

@@ -16,7 +16,7 @@ from .. import __version__
 from ..types import RequestStats
 from .model_pool import ModelPool
 
-# Short names of routes, without /v1: a fixed few, whatever paths clients ask for.
+# Short names of routes, without /v1: a fixed set, whatever paths clients request.
 LABELS = {
     "/audio/transcriptions": "transcriptions", "/audio/translations": "translations",
     "/chat/completions": "chat", "/completions": "completions", "/responses": "responses", "/messages": "messages",
@@ -28,7 +28,7 @@ LABELS = {
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
 CYCLE_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 17)
-COUNTERS = {  # of the engine's metrics
+COUNTERS = {  # counters of the engine
     "prompt_tokens": "Prompt tokens received.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "new_tokens": "Tokens generated.",
@@ -91,7 +91,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engines' own counters, those of all models together."""
+        """Yields the engines' own counters, summed over all models."""
         m = self._pool.metrics
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=getattr(m, name))

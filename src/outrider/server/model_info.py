@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from .model_pool import PoolSlot
     from .prepare import Preparer
 
-NEVER = "2318-01-01T00:00:00Z"  # a model stays until its place is needed; clients want a date
+NEVER = "2318-01-01T00:00:00Z"  # Ollama's clients expect a date; a model stays until its memory is needed
 CONTEXT = ("max_model_len", "context_length", "context_window", "max_input_tokens", "max_tokens")  # names for it
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Description of a checkpoint, whether it is loaded or not. Empty fields: not known."""
+    """Description of a checkpoint, loaded or not. Empty fields are unknown."""
 
     family: str = ""
     format: str = ""  # gguf | safetensors
@@ -55,7 +55,7 @@ class ModelInfo:
         dtype = DTYPES.get(str(named.get("dtype") or named.get("torch_dtype")), "")
         try:
             digest = hashlib.sha256(fingerprint(files).encode()).hexdigest()
-        except (OutriderError, OSError):  # a configuration without its weights
+        except (OutriderError, OSError):  # a configuration without weights
             digest = ""
         return cls(
             config.model_type,
@@ -71,7 +71,7 @@ class ModelInfo:
 
     @classmethod
     def named(cls, model: str) -> ModelInfo:
-        """Description of the model that was loaded by this name."""
+        """Description of a loaded model under this name."""
         try:
             files = hub.resolve(model)
             config = model_config(files)
@@ -109,16 +109,16 @@ class ServedModel:
     vocab_size: int
     max_context: int
     note: str = ""  # one line about the drafter
-    nbytes: int = 0  # weights and K/V; 0: not known
+    nbytes: int = 0  # weights and K/V; 0: unknown
     info: ModelInfo = UNKNOWN
-    places: int = 0  # sequences at once; 0: as many as the settings say
-    adapters: AdapterPool | None = None  # None: it takes none
-    vision: ImageEncoder | str = "this model takes no images"  # the image encoder, or the reason why there is none
-    audio: AudioEncoder | str = "this model takes no sound"  # the audio encoder, likewise
+    places: int = 0  # concurrent sequences; 0: as in the settings
+    adapters: AdapterPool | None = None  # None: it takes no adapters
+    vision: ImageEncoder | str = "this model takes no images"  # the image encoder, or why there is none
+    audio: AudioEncoder | str = "this model takes no sound"  # the audio encoder, or why there is none
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
-        """say: is told, in a line, what the engine made ready and how long that took, where it took time."""
+        """Takes the parts from an LLM. say: receives one line if preparing the engine took noticeable time."""
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
         note = without_paths(llm.drafter_note)

@@ -1,10 +1,10 @@
 """The models of one server, an LRU pool: loaded on request, unloaded when another model needs the memory.
 
-A call acquires its model and releases it at its end. A model without a call may be unloaded, the least recently used
-first. A request for a model that is not loaded waits in a queue. While the head of the queue has waited longer than
-`PATIENCE_S`, new requests queue behind it if their model occupies its memory, so that no model stays loaded for ever
-because of its own callers. One model is loaded or unloaded at a time, off the event loop; everything else here runs on
-it. At the end: the models of a command line, `MODEL` or `name=MODEL`.
+A call acquires its model and releases it at its end. A model without calls may be unloaded, the least recently used
+first. A request for a model that is not loaded waits in a queue. Once the head of the queue has waited longer than
+`PATIENCE_S`, new requests for a model in its way queue behind it, so that no model stays loaded for ever because of its
+own callers. One model is loaded or unloaded at a time, off the event loop; everything else here runs on the loop. The
+end of the file reads a command line's models, `MODEL` or `name=MODEL`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from .trim import trim
 log = logging.getLogger("outrider.server")
 PATIENCE_S = 2.0
 ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
-SHARE = 0.8  # of the memory that is free at the start, by default
+SHARE = 0.8  # default share of the memory free at the start
 
 
 class LoadedModel:
-    """One loaded model with everything that answers for it. Made off the event loop (the tokenizer is asked a few
-    things); `stop` belongs on it."""
+    """A loaded model with everything that answers for it. Constructed off the event loop, since that asks the
+    tokenizer; `stop` is called on the loop."""
 
     def __init__(self, name: str, backend: ServedModel, settings: ServerSettings, standing: Standing) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class LoadedModel:
         self.prepare = Preparer(backend, replace(settings, model_name=name))
 
     async def stop(self) -> None:
-        """Ends what runs. May be called twice."""
+        """Ends everything that runs. May be called twice."""
         await self.runner.stop()
         self.grammars.close()
         self.backend.tokenizer.elsewhere = None
@@ -81,18 +81,18 @@ class LoadedModel:
 
 @dataclass(eq=False)
 class PoolSlot:
-    """A model's place: its name, how it is loaded, and what is known of it."""
+    """A model's place in the pool: its name, how to load it, and its known properties."""
 
     name: str
     load: Callable[[], ServedModel]  # slow; called off the event loop
-    size: int = 0  # bytes of weights and K/V; an estimate until it was loaded once
-    max_context: int = 0  # 0: not known yet
+    size: int = 0  # bytes of weights and K/V; estimated until it was loaded once
+    max_context: int = 0  # 0: unknown yet
     note: str = ""
     info: ModelInfo = UNKNOWN
     model: LoadedModel | None = None
     loading: bool = False
     users: int = 0
-    used: int = 0  # when, by a count of borrowings
+    used: int = 0  # number of the last acquisition, for LRU
     loads: int = 0
     evictions: int = 0
 
@@ -105,8 +105,8 @@ class PoolSlot:
         return self.model.backend.adapters if self.model is not None else None
 
     def adapter(self, name: str | None) -> str | None:
-        """The adapter that a model name asks for: BASE:NAME, or NAME alone. A name with this model's base and no
-        adapter of it is refused, so that the base never answers in an adapter's place."""
+        """The adapter that a model name asks for: BASE:NAME, or NAME alone. Refuses a name with this base and an
+        unknown adapter, so that the base never answers in an adapter's place."""
         names = self.adapters.paths if self.adapters is not None else {}
         if name is None or name == self.name or not names:
             return None
@@ -138,7 +138,7 @@ class _WaitingLoad:
 
 class ModelPool:
     def __init__(self, slots: Sequence[PoolSlot], limit: int | None, settings: ServerSettings) -> None:
-        """`limit`: bytes for all loaded models together (one alone may be larger); None: as many as there are."""
+        """`limit`: maximum bytes of all loaded models together (a single one may exceed it); None: no limit."""
         self.slots = {slot.name: slot for slot in slots}
         self.limit = limit
         self._settings = settings
@@ -146,11 +146,11 @@ class ModelPool:
         self._waiting: list[_WaitingLoad] = []
         self._swap: asyncio.Task[None] | None = None
         self._count = itertools.count(1)
-        self._gone = Metrics()  # the counters of unloaded engines
+        self._gone = Metrics()  # counters of unloaded engines
 
     @classmethod
     def of(cls, backend: ServedModel, settings: ServerSettings) -> ModelPool:
-        """A pool of one model, which is loaded already and stays."""
+        """A pool of one model that is already loaded and stays."""
         pool = cls([PoolSlot(settings.model_name, lambda: backend)], None, settings)
         pool.load_first()
         return pool
@@ -165,8 +165,8 @@ class ModelPool:
         settings: ServerSettings,
         cuda: bool,
     ) -> ModelPool:
-        """Nothing is loaded yet. models: {name: what is loaded}. limit: bytes; without one, a share of what is free,
-        and on a GPU one model at a time."""
+        """A pool of models of which none is loaded yet. models: {name: what is loaded}. limit: bytes; None: a share of
+        the free memory, and on a GPU one model at a time."""
 
         def slot(name: str, model: str) -> PoolSlot:
             def loaded() -> ServedModel:
@@ -194,8 +194,8 @@ class ModelPool:
         return all(model.runner.healthy for model in self.loaded)
 
     def resolve(self, name: str | None) -> tuple[PoolSlot, str | None]:
-        """The model that answers a request for `name`, and what its sender should know. Without a name it is the
-        first; the only model there is also answers to other names, as llama.cpp does."""
+        """The model that answers a request for `name`, and notes for the client. Without a name, the first model; a
+        server's only model also answers to other names, as llama.cpp's does."""
         if name is not None and name not in self.slots:
             adapted = [slot for slot in self.slots.values() if slot.adapter(name) is not None]
             if adapted:
@@ -206,7 +206,7 @@ class ModelPool:
         return self.first, f"the model '{shown}' is not served here; '{self.first.name}' answered"
 
     def find(self, name: str | None) -> PoolSlot:
-        """The model of this exact name; the first if there is no name."""
+        """The model of this exact name; the first if `name` is empty."""
         if name is None:
             return self.first
         if name not in self.slots:
@@ -217,29 +217,30 @@ class ModelPool:
 
     @property
     def metrics(self) -> Metrics:
-        """The sum of all engines' counters. Plain integers of other threads: no lock is needed to add them up."""
+        """Sums all engines' counters. They are plain integers of other threads, so no lock is needed."""
         return total([self._gone, *(m.backend.engine.metrics for m in self.loaded)])
 
     def load_first(self) -> None:
-        """Load the first model in this thread, before the server starts."""
+        """Loads the first model in this thread, before the server starts."""
         slot = self.first
         slot.take(LoadedModel(slot.name, slot.load(), self._settings, standing=self.standing))
 
     # ---- borrowing
 
     def start(self) -> None:
-        """Call on the event loop that will serve."""
+        """Must be called on the event loop that will serve."""
         for model in self.loaded:
             model.runner.start()
 
     def ready(self, slot: PoolSlot) -> bool:
-        """True if the model can be borrowed at once: loaded, and no other one has waited long for its memory."""
+        """True if the model can be acquired at once: it is loaded, and no other model has waited long for its
+        memory."""
         head = self._waiting[0] if self._waiting else None
         late = head is not None and time.monotonic() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
         return slot.model is not None and not late
 
     async def acquire(self, slot: PoolSlot) -> LoadedModel:
-        """The model, loaded; it stays loaded until it is released."""
+        """Returns the model, loaded. It stays loaded until released."""
         if slot.model is not None and self.ready(slot):
             return self._lend(slot, slot.model)
         waiting = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), time.monotonic())
@@ -252,7 +253,7 @@ class ModelPool:
                 self.release(slot)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
-                self._tend()  # others may have stood behind it
+                self._tend()  # others may have queued behind it
             raise
 
     def release(self, slot: PoolSlot) -> None:
@@ -260,7 +261,7 @@ class ModelPool:
         self._tend()
 
     async def stop(self) -> None:
-        """Ends all models. May be called twice."""
+        """Stops all models. May be called twice."""
         for waiting in self._waiting:
             if not waiting.turn.done():
                 waiting.turn.set_exception(shutting_down())
@@ -278,7 +279,7 @@ class ModelPool:
         return model
 
     def _in_the_way(self, wanted: PoolSlot) -> list[PoolSlot]:
-        """The loaded models that must go before this one fits: idle ones first, then the least recently used."""
+        """Loaded models that must go before this one fits: idle ones first, then the least recently used."""
         if self.limit is None:
             return []
         there = [s for s in self.slots.values() if s.model is not None and s is not wanted]
@@ -291,7 +292,7 @@ class ModelPool:
         return out
 
     def _tend(self) -> None:
-        """Serves the queue as far as possible; called after every change."""
+        """Serves the queue as far as possible. Called after every change."""
         while self._waiting and self._swap is None:
             slot = self._waiting[0].slot
             if slot.model is not None:
@@ -300,10 +301,10 @@ class ModelPool:
                 continue
             leaving = self._in_the_way(slot)
             if any(s.users for s in leaving):
-                return  # its calls will release it
+                return  # continued when its calls release it
             models = [(s, s.model) for s in leaving if s.model is not None]
             for s in leaving:
-                s.model = None  # at once, so that no call acquires it
+                s.model = None  # first of all, so that no call acquires it
             self._swap = asyncio.get_running_loop().create_task(self._load(slot, models))
 
     async def _load(self, slot: PoolSlot, leaving: list[tuple[PoolSlot, LoadedModel]]) -> None:
@@ -330,7 +331,7 @@ class ModelPool:
             self._tend()
 
     def _turns(self, slot: PoolSlot) -> list[asyncio.Future[LoadedModel]]:
-        """Removes the calls that wait for this model from the queue; their turns."""
+        """Removes and returns the waiting turns of calls for this model."""
         turns = [w.turn for w in self._waiting if w.slot is slot and not w.turn.done()]
         self._waiting = [w for w in self._waiting if w.slot is not slot]
         return turns
@@ -365,7 +366,7 @@ def total(counted: Sequence[Metrics]) -> Metrics:
 def _free() -> None:
     """Returns an unloaded model's memory to the system."""
     frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # the first model was there when everything was frozen (main.py): its cycles would stay for ever
+    gc.unfreeze()  # main.py froze the first model's objects: without this its cycles would never be collected
     trim()
     if frozen:
         gc.freeze()
@@ -386,11 +387,11 @@ def read_names(given: Sequence[str]) -> dict[str, str]:
 
 
 def estimate(model: str, engine: EngineConfig) -> tuple[int, int, ModelInfo]:
-    """Bytes of weights and K/V, tokens of context, and a description, without loading. Raises if the model cannot be
+    """Bytes of weights and K/V, context length and description, without loading. Raises if the model cannot be
     resolved."""
     files = hub.resolve(model, weights=False)
     config = model_config(files)
-    dtype = torch.float16  # of K/V, on nearly every machine
+    dtype = torch.float16  # type of K/V on nearly every machine
     budget = plan_kv_memory(engine, config, dtype, free=free_bytes(torch.device("cpu")))
     position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)
     stored = stored_size(files, config)

@@ -1,4 +1,4 @@
-"""Forms: bodies of multipart/form-data, as uploads of files and sound have them."""
+"""Forms: multipart/form-data bodies, as uploads of files and sound send them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from email.parser import HeaderParser
 from .errors import ApiError, bad
 
 MAX_PARTS = 64
-MAX_HEAD_BYTES = 4096  # headers of one part
+MAX_HEAD_BYTES = 4096  # maximum bytes of one part's headers
 FORM = "multipart/form-data"
 
 
@@ -27,7 +27,8 @@ class FormPart:
 
 
 def read_form(content_type: str, raw: bytes, fields: str) -> dict[str, FormPart]:
-    """The parts of a form by their names; the last of those with one name. fields: what a form has, for errors."""
+    """The parts of a form by name; of parts with the same name, the last. fields: names the expected parts in
+    errors."""
     boundary = _boundary(content_type)
     if boundary is None:
         raise bad(f"The body must be {FORM} with {fields}.", "file")
@@ -47,7 +48,7 @@ def read_form(content_type: str, raw: bytes, fields: str) -> dict[str, FormPart]
 
 
 def _boundary(content_type: str) -> bytes | None:
-    """The boundary that the header names; None if there is none or the body is not a form."""
+    """The boundary in the header; None if there is none or the body is not a form."""
     header = Message()
     header["content-type"] = content_type
     if header.get_content_type() != FORM:

@@ -1,4 +1,4 @@
-"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, Ollama's options, streaming by default. A call
+"""Ollama's /api/chat and /api/generate as a translation: lines of JSON, Ollama's options, streaming by default. A call
 without a prompt or a message loads the model."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .output import loaded
 from .schema import ChatRequest, CompletionRequest, Lenient
 from .spellings import OLLAMA
 
-VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
-SMALL = 1024  # bytes; a body without a prompt is no larger
+VERSION = "0.14.2"  # the Ollama version whose routes these are: clients ask for it and refuse old ones
+SMALL = 1024  # maximum bytes of a body without a prompt
 
-# Options that chat requests have too. Others say how a model is run, not what it says, and are ignored, as Ollama does.
+# Options with an equivalent in chat requests. Others, on how to run a model, are ignored.
 PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *PENALTIES)
 
@@ -68,23 +68,24 @@ class GenerateBody(OllamaRequest):
 
 class ShowBody(Lenient):
     model: str | None = None
-    name: str | None = None  # its older spelling
+    name: str | None = None  # older spelling of model
 
 
 def asks_nothing(raw: bytes) -> bool:
-    """True for a body without a prompt or a message. Errors of other bodies are found where they are read."""
+    """True for a body without a prompt or a message. Invalid bodies are false; their errors are reported by the normal
+    path."""
     body = loaded(raw)
     return isinstance(body, dict) and not any(body.get(name) for name in ("prompt", "messages", "images", "suffix"))
 
 
 def untagged(name: str | None) -> str | None:
-    """Drops :latest, which Ollama's clients write behind a name."""
+    """Drops :latest, which Ollama's clients append to names."""
     return None if name is None else name.removesuffix(":latest")
 
 
 def with_media(text: str, files: list[str] | None) -> JsonValue:
-    """A message's content: the files that Ollama calls images are bare base64 and stand before the text; clips of
-    sound are among them."""
+    """A message's content. Files in Ollama's `images` are bare base64 and stand before the text; sound clips are among
+    them."""
     if not files:
         return text
     parts: list[JsonValue] = []
@@ -97,7 +98,7 @@ def with_media(text: str, files: list[str] | None) -> JsonValue:
 
 
 def is_sound(file: str) -> bool:
-    """True for base64 of a WAV, FLAC, Ogg or MP3 file, by its first bytes."""
+    """True for base64 of a WAV, FLAC, Ogg or MP3 file, recognised by its first bytes."""
     try:
         head = base64.b64decode(file[:16], validate=True)
     except ValueError:
@@ -164,7 +165,7 @@ class OllamaWire(Wire):
     def __init__(self, chat: bool = True) -> None:
         self._chat = chat
         self._began = time.monotonic()
-        self._logprobs: list[Json] = []  # of tokens whose line is still to come
+        self._logprobs: list[Json] = []  # entries of tokens whose line was not sent yet
 
     def parse(self, raw: bytes) -> ChatRequest | CompletionRequest:
         return parse_chat(raw) if self._chat else parse_generate(raw)
@@ -207,7 +208,8 @@ class OllamaWire(Wire):
         return {**head, **said, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self, answer: Answer) -> Json:
-        """Durations are in nanoseconds; that of loading is everything but reading the prompt and writing the answer."""
+        """The last line's statistics. Durations are in nanoseconds; load_duration is everything except prefill and
+        decoding."""
         one = answer.choices[0]
         total = int(1e9 * (time.monotonic() - self._began))
         prompt, new = (0, 0) if one.stats is None else (int(1e9 * one.stats.prefill_s), int(1e9 * one.stats.decode_s))

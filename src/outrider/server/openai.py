@@ -18,10 +18,10 @@ class OpenAIWire(Wire):
     def __init__(self, shape: type[ChatRequest] | type[CompletionRequest] = ChatRequest) -> None:
         self._shape = shape
         self._chat = shape is ChatRequest
-        self._old_calls = False  # `functions` were sent, as it was before there were tools
-        self._head_text = ""  # JSON of the fields that all chunks begin with, without its last brace
-        self._begun: set[int] = set()  # choices that a chunk was made of
-        self._offsets: dict[int, int] = {}  # of choices: where in the text the next token's entry begins
+        self._old_calls = False  # the request has `functions`, the form before tools
+        self._head_text = ""  # JSON of the fields common to all chunks, without the closing brace
+        self._begun: set[int] = set()  # choices with a chunk
+        self._offsets: dict[int, int] = {}  # by choice: offset of the next token in the text
 
     def parse(self, raw: bytes) -> ChatRequest | CompletionRequest:
         body = self._shape.model_validate_json(raw)
@@ -81,7 +81,7 @@ class OpenAIWire(Wire):
             delta = Delta(ids=delta.ids)
         fields = [self._fields(choice, part) for part in delta.parts]
         if not fields and (delta.logprobs or delta.tokens or (body.return_token_ids and delta.ids)):
-            fields = [{}]  # text is held back (half a character, a possible tag), the tokens are not
+            fields = [{}]  # text may be held back (half a character, a possible tag); its tokens are sent
         out = []
         for i, new in enumerate(fields):
             first: Json = {"token_ids": delta.ids} if body.return_token_ids and i == 0 else {}
@@ -112,7 +112,7 @@ class OpenAIWire(Wire):
     def _chunk(
         self, answer: Answer, choice: AnswerChoice, delta: Json, scored: Scored = (), more: Json | None = None
     ) -> Json:
-        """A chunk without its head, which is the same in all of an answer."""
+        """A chunk without the fields common to all chunks of an answer."""
         said: Json = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         body = {**self._choice(answer, choice, scored=scored, said=said), **(more or {})}
         out: Json = {"choices": [body]}
@@ -127,7 +127,7 @@ class OpenAIWire(Wire):
         return "".join(self._event(answer, {**chunk, **so_far}) for chunk in chunks)
 
     def _event(self, answer: Answer, chunk: Json) -> str:
-        """One event of the stream; the head of its chunk is encoded once per answer."""
+        """One event of the stream. The common fields are encoded once per answer."""
         if not self._head_text:
             self._head_text = compact_json(self._head(answer, ".chunk")).removesuffix("}")
         return f"data: {self._head_text},{compact_json(chunk)[1:]}\n\n"
@@ -169,7 +169,7 @@ class OpenAIWire(Wire):
         widths = (len(answer.tokenizer.token_bytes(t).decode("utf-8", "replace")) for t, _ in scored)
         *offsets, self._offsets[choice.index] = accumulate(widths, initial=at)
         top = []
-        for t, table in scored:  # vLLM and OpenAI include the chosen token, whatever its rank
+        for t, table in scored:  # the chosen token is included whatever its rank, as in vLLM and OpenAI
             best = [] if table is None else [*answer.top(table, wanted), answer.token(t, table[t])]
             top.append(None if table is None else {e["token"]: e["logprob"] for e in best})
         return {
@@ -194,12 +194,12 @@ def usage(answer: Answer) -> Json:
 
 
 def _prompt_scores(answer: Answer, choice: AnswerChoice) -> list[tuple[int, Table]]:
-    """Tokens of the prompt and their log-probabilities, if the answer includes them."""
+    """Tokens of the prompt with log-probabilities, if the answer includes them."""
     return list(zip(choice.prompt, answer.scores.get(id(choice.prompt), ()))) if answer.job.echo_logprobs else []
 
 
 def _of_prompt(answer: Answer, choice: AnswerChoice) -> Json:
-    """Fields of a prompt, sent once; log-probabilities in vLLM's shape: {id: {logprob, rank, decoded_token}}."""
+    """Fields about a prompt, sent once. Log-probabilities are in vLLM's form: {id: {logprob, rank, decoded_token}}."""
     job = answer.job
     out: Json = {"prompt_token_ids": choice.prompt} if job.body.return_token_ids else {}
     if job.prompt_logprobs is None or job.echo_logprobs:
@@ -215,7 +215,7 @@ def _of_prompt(answer: Answer, choice: AnswerChoice) -> Json:
 
 
 def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
-    """The object `outrider`: counts are summed over the choices, the time to first token is the shortest."""
+    """The object `outrider`. Counts are summed over the choices; the time to first token is the shortest."""
     known = [s for s in per_choice if s is not None]
 
     def sums(*names: str) -> Json:

@@ -2,10 +2,10 @@
 
 Both threads share the GIL, and writing one step's events to many streams may take longer than the step. So:
 
-- few open streams are written to after every step, and all streams when the engine is idle (`flush`);
-- with many, writing is done while the engine waits for its device (`open`), for no longer than a share of a step;
-  streams that begin or end come first and need not wait for it (`hurry`), then those that have waited longest;
-- what several steps say of one request before it is written is written as one event.
+- a few open streams are written to after every step, and all streams when the engine is idle (`flush`);
+- many streams are written to while the engine waits for its device (`open`), for at most a share of a step;
+  streams that begin or end need not wait for that and come first (`hurry`), then those that have waited longest;
+- events of one request from several steps, if not yet written, are merged into one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Protocol
 from ..engine.engine import Event
 
 log = logging.getLogger("outrider")
-FEW_STREAMS = 16  # up to this many streams are written to after every step
-SHARE = 0.3  # of the time between two windows is for writing
-MAX_WAIT_S = 0.05  # seconds that something waits, if the loop can help it
+FEW_STREAMS = 16  # maximum streams that are written to after every step
+SHARE = 0.3  # share of the time between two windows that is for writing
+MAX_WAIT_S = 0.05  # seconds that an event should wait at most
 # seconds that writing to one stream takes, until that was measured; and at least
 WRITE_S = 1e-4
 MIN_WRITE_S = 1e-5
@@ -41,12 +41,12 @@ class Outbox:
         self._call_soon = call_soon
         self._lock = threading.Lock()
         self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, the longest waiting first
-        self._known: set[str] = set()  # requests that something was said of
-        self._soon: set[str] = set()  # waiting streams that begin or end: they come first
-        self._writing = False  # the loop has not done with what it was handed
-        self._opened = 0.0  # the last window
-        self._between = 0.0  # seconds between two windows, lately
-        self._each = WRITE_S  # seconds that writing to a stream takes, lately
+        self._known: set[str] = set()  # requests with at least one event
+        self._soon: set[str] = set()  # waiting streams that begin or end
+        self._writing = False  # the event loop is still writing
+        self._opened = 0.0  # time of the last window
+        self._between = 0.0  # recent seconds between two windows
+        self._each = WRITE_S  # recent seconds of writing to one stream
 
     # ---- on the engine's thread
 
@@ -67,7 +67,7 @@ class Outbox:
             self._soon.discard(id)
 
     def open(self, streams: int) -> None:
-        """Begins to write. streams: their number."""
+        """Begins a window for writing. streams: number of streams to write to."""
         now = time.perf_counter()
         gap = now - self._opened
         self._opened = now
@@ -80,7 +80,8 @@ class Outbox:
         self._call_soon(lambda: self._hand_over(None if streams <= FEW_STREAMS else max(1, round(room))))
 
     def hurry(self) -> None:
-        """Streams that begin or end do not wait for the next window: before it there may be kernels to compile."""
+        """Writes streams that begin or end without waiting for the next window, which may come only after kernels are
+        compiled."""
         with self._lock:
             if self._writing or not self._soon:
                 return
@@ -96,7 +97,7 @@ class Outbox:
     # ---- on the loop
 
     def _hand_over(self, most: int | None) -> None:
-        """Writes to this many streams; None: to all, each step separately if they are few."""
+        """Writes to this many streams; None: to all, and step by step if they are few."""
         with self._lock:
             order = sorted(self._waiting, key=lambda id: id not in self._soon)[:most]
             deliveries = {id: self._waiting.pop(id) for id in order}
@@ -109,13 +110,11 @@ class Outbox:
             except Exception:  # an error of one stream must not affect the others
                 log.exception("failed to deliver events of request %s", id)
         loop = asyncio.get_running_loop()
-        loop.call_soon(
-            self._written, len(deliveries), time.thread_time()
-        )  # after the tasks that were just woken to write
+        loop.call_soon(self._written, len(deliveries), time.thread_time())  # after the tasks that this woke
 
     def _written(self, count: int, began: float) -> None:
         if count:
-            # the loop may have had something else to do in between
+            # may include other work of the loop
             each = min((time.thread_time() - began) / count, 1.5 * self._each)
             self._each = max(MIN_WRITE_S, 0.8 * self._each + 0.2 * each)
         with self._lock:
@@ -123,7 +122,7 @@ class Outbox:
 
 
 def together(items: Sequence[Item]) -> list[Item]:
-    """Merges the events of several steps of one request into one; an error behind them ends the stream."""
+    """Merges one request's events of several steps into one. An error behind them ends the stream."""
     events = [item for item in items if not isinstance(item, Exception)]
     errors = [item for item in items if isinstance(item, Exception)]
     if len(events) < 2:

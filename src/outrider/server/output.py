@@ -1,8 +1,8 @@
-"""From text to message parts: thoughts, content, tool calls. The same parts however the text was cut.
+"""Turns text into message parts: thoughts, content, tool calls. The parts do not depend on how the text was cut.
 
 Under speculation one event carries many tokens, and a tag can begin in one event and end in another. So every parser
-here takes spans of text and holds back only what may still turn out to be a tag: any cutting of the same text gives
-the same parts (adjacent pieces of one part are joined). `tests/property/test_output_chunking.py` holds us to it.
+here takes spans of text and holds back only what may still become a tag: any cutting of a text gives the same parts
+(adjacent pieces of one part are joined). `tests/property/test_output_chunking.py` checks this.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Kind = Literal["reasoning", "content", "call", "args"]
 class OutputPart:
     kind: Kind
     text: str  # call: the function's name; args: a piece of its JSON arguments
-    index: int = 0  # which call
+    index: int = 0  # number of the call
 
 
 class EndOfText(Exception):
-    """Raised in a parser where its text ends. complete: the model stopped by itself, so what is open is closed."""
+    """Raised in a parser at the end of its text. complete: the model stopped by itself, so open parts are closed."""
 
     def __init__(self, complete: bool) -> None:
         self.complete = complete
 
 
 class Tags:
-    """Finds the first of some tags in a text. No tag may be a prefix or a part of another; there may be none."""
+    """Finds the first of a set of tags in a text. No tag may be a prefix or a part of another; the set may be empty."""
 
     def __init__(self, *tags: str) -> None:
         self._tag = re.compile("|".join(map(re.escape, tags)) or "(?!)")
@@ -43,7 +43,8 @@ class Tags:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def find(self, text: str, start: int) -> tuple[int, int]:
-        """Begin and end of the first tag. If there is none: where a tag may have begun, twice; else the text's end."""
+        """Begin and end of the first tag. Without one: twice the position where a tag may have begun, else the text's
+        end."""
         match = self._tag.search(text, start)
         if match is not None:
             return match.span()
@@ -54,13 +55,13 @@ class Tags:
 
 
 class TextParser(ABC):
-    """A parser as a coroutine: `_read` takes the text that has come, span by span, and appends to `_out`."""
+    """A parser as a coroutine: `_read` consumes text span by span as it arrives, and appends to `_out`."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._out: list[OutputPart] = []
         self._text = ""
-        self._position = 0  # the text before it was read
+        self._position = 0  # text before it has been read
         self._reading = self._read()
         next(self._reading)
 
@@ -81,7 +82,7 @@ class TextParser(ABC):
     # ---- reading
 
     def _span(self, tags: Tags) -> Reading[tuple[str, bool]]:
-        """The text before the next tag, as far as it has come, and False; if there is none, the tag and True."""
+        """The text before the next tag, as far as it has arrived, and False; if the tag is next, the tag and True."""
         while True:
             start = self._position
             begin, end = tags.find(self._text, start)
@@ -94,7 +95,7 @@ class TextParser(ABC):
             yield
 
     def _until(self, tags: Tags, emit: Callable[[str], None]) -> Reading[str]:
-        """The next tag. The text before it, or before the end, goes to `emit`."""
+        """Returns the next tag. Text before it, or before the end, goes to `emit`."""
         try:
             while True:
                 span, is_tag = yield from self._span(tags)
@@ -113,7 +114,7 @@ class TextParser(ABC):
         return char
 
     def _unread(self) -> str:
-        """The text that was held back; it counts as read now."""
+        """Returns the text that was held back, and counts it as read."""
         text = self._text[self._position :]
         self._position = len(self._text)
         return text
@@ -137,7 +138,7 @@ class PlainText:
 
 
 class ParserChain:
-    """Splits off thoughts, then tool calls from the content."""
+    """Splits off thoughts, then tool calls, from the content."""
 
     def __init__(self, thoughts: Parser, tools: Parser) -> None:
         self._thoughts = thoughts
@@ -164,7 +165,7 @@ Parser = TextParser | PlainText | ParserChain
 
 
 def join(parts: Iterable[OutputPart]) -> list[OutputPart]:
-    """Merge neighbours of one part; drop empty pieces."""
+    """Merges neighbours of the same part; drops empty pieces."""
     out: list[OutputPart] = []
     for part in parts:
         if not part.text and part.kind != "call":
@@ -177,7 +178,7 @@ def join(parts: Iterable[OutputPart]) -> list[OutputPart]:
 
 
 def loaded(text: str | bytes, otherwise: object = None) -> object:
-    """The value of a JSON text; `otherwise` if it is not JSON, or nests too deep."""
+    """The value of a JSON text; `otherwise` if it is not JSON or is nested too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -93,7 +93,7 @@ class Preparer:
         n = max(body.best_of or 1, body.n or 1)
         logprobs = body.logprobs
         if logprobs is None and n > (body.n or 1):
-            logprobs = 0  # to know which are the best
+            logprobs = 0  # needed to rank the candidates
         ends = self.infill.ends if body.suffix and self.infill is not None else ()
         params = self.sampling_params(body, logprobs, ends)
         requests = self.engine_requests(body, encoded, params=params, n=n)
@@ -109,7 +109,7 @@ class Preparer:
     def engine_requests(
         self, body: Common, prompts: list[list[int]], *, params: SamplingParams, n: int, hint: tuple[int, ...] = ()
     ) -> list[Request]:
-        """`n` requests for each prompt. Both bounds of an answer's length are cut to the room in the context."""
+        """`n` requests for each prompt. Both bounds of the answer's length are cut to the room in the context."""
         draft_tokens = body.outrider.draft_tokens
         k = None if draft_tokens == "auto" else draft_tokens
         group = uuid.uuid4().hex
@@ -127,7 +127,7 @@ class Preparer:
     # ---- before any work
 
     def answers(self, body: ChatRequest | CompletionRequest) -> int:
-        """The number of answers of a call; refuses too many before the text is read."""
+        """Number of answers of a call. Refuses too many before any text is read."""
         n = body.n or 1
         prompts = list[str | list[object]]()
         field = "prompt"
@@ -148,8 +148,7 @@ class Preparer:
         return many
 
     def check_length(self, prompt: str | list[object], field: str) -> None:
-        """Refuses a prompt that is certainly too long before it is tokenised: no token of a text is longer than the
-        longest one."""
+        """Refuses a prompt before tokenising if it is certainly too long: no token of text exceeds the longest one."""
         texts = [prompt] if isinstance(prompt, str) else [part for part in prompt if isinstance(part, str)]
         tokens = max([len(text) // self._longest_token for text in texts], default=0)
         if isinstance(prompt, list):
@@ -178,8 +177,8 @@ class Preparer:
         return self._encode(text, bos=special)
 
     def prompt_ids(self, prompt: str | list[object], field: str, keep: slice | None = None) -> list[int]:
-        """Token ids of a text, or of token ids with texts between them. keep: only these tokens are of interest."""
-        if isinstance(prompt, str) and keep is not None:  # what stands further off can't be among them
+        """Token ids of a text, or of token ids with texts between them. keep: the tokens that truncation leaves."""
+        if isinstance(prompt, str) and keep is not None:  # text beyond their maximum length cannot be among them
             left = keep.stop is None
             most = max(LONG, (-keep.start if left else keep.stop) * self._longest_token)
             prompt = prompt[-most:] if left else prompt[:most]
@@ -200,7 +199,8 @@ class Preparer:
         return ids
 
     def kept(self, asked: int | None, side: str | None) -> slice | None:
-        """The tokens that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and too many are refused."""
+        """The tokens that `truncate_prompt_tokens` and `truncation_side` keep; None: all, and prompts that are too long
+        are refused."""
         if asked is None:
             return None
         field = "truncate_prompt_tokens"
@@ -236,7 +236,7 @@ class Preparer:
         if media:
             check_media(media, body, self.backend)
         for message in body.messages:
-            # what others have said a template may leave out
+            # messages of other roles may be left out by the template
             if message.role == "user" and body.truncate_prompt_tokens is None:
                 self._check_beginning(message.text, "messages")
         if not self.dialect.template_tools:
@@ -260,7 +260,7 @@ class Preparer:
                 prompt = replace(prompt, ids=with_soft_tokens(prompt.ids, media, self.backend, hosts=hosts))
             if not last:
                 return prompt
-            # as text: what the beginning of an answer spells of control tokens is left out
+            # as text: control tokens that the beginning of an answer spells are removed
             text = [t for t in self.tokenizer.encode(last) if t not in self.tokenizer.special_ids]
             ids = continued(prompt.ids, text)
             return ChatPrompt(ids, prompt.written + last, prompt.text + last)
@@ -287,8 +287,8 @@ class Preparer:
             for call in message.tool_calls:
                 text = call.function.arguments or "{}"
                 if isinstance(text, str) and len(text) > LONG:
-                    check_size(text.encode("utf-8", "replace"))  # it is a body of its own
-                # a call that was cut off comes back as it was: the conversation can go on
+                    check_size(text.encode("utf-8", "replace"))  # a JSON text inside the body has the same limits
+                # a call that was cut off comes back unchanged, so that the conversation can continue
                 arguments = cast(JsonValue, loaded(text, text) if isinstance(text, str) else text)
                 function: JsonValue = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call.id, "type": "function", "function": function})
@@ -306,7 +306,7 @@ class Preparer:
             raise bad("The text is not valid Unicode.") from e
 
     def _check_beginning(self, text: str, field: str) -> None:
-        """Refuses a text whose beginning alone has 1.5 times the tokens that fit."""
+        """Refuses a text if its beginning alone has 1.5 times the tokens that fit."""
         head = 3 * self.longest_prompt
         if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)
@@ -314,13 +314,14 @@ class Preparer:
     # ---- sampling
 
     def defaults(self, protocol: Mapping[str, float]) -> dict[str, float]:
-        """Sampling without fields in the request: that of the model's maker, else the protocol's."""
+        """Sampling for fields that the request leaves out: the model's generation_config, else the protocol's
+        defaults."""
         return {**UNCHANGED, **(self.tokenizer.files.sampling or protocol)}
 
     def sampling_params(
         self, body: ChatRequest | CompletionRequest, logprobs: int | None, ends: tuple[int, ...]
     ) -> SamplingParams:
-        """ends: tokens that end an answer besides the model's own."""
+        """Sampling parameters of a request. ends: tokens that end an answer, besides the model's own."""
         limit = body.limit
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         same = ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
@@ -347,13 +348,13 @@ class Preparer:
         ):
             most = max(ids or (), default=0)
             bad_if(most >= vocab, f"{field}: {most} is outside the vocabulary (0..{vocab - 1}).", field)
-        words = body.bad_words or []  # as they begin a text, and as they follow another
+        words = body.bad_words or []  # at the beginning of a text, and behind a space
         spelled = [self._encode(way, bos=False) for word in words for way in (word, f" {word.removeprefix(' ')}")]
         params = SamplingParams(
             temperature=chosen["temperature"],
             logit_bias=bias,
             top_k=max(0, int(chosen["top_k"])),
-            top_p=max(chosen["top_p"], 1e-6),  # 0 keeps the most likely token, as the peers have it
+            top_p=max(chosen["top_p"], 1e-6),  # 0 keeps the likeliest token, as in vLLM and llama.cpp
             min_p=chosen["min_p"],
             bad_words=(*never, *dict.fromkeys(tuple(ids) for ids in spelled if ids)),
             grammar=None if allowed is None else AllowedTokens(allowed, vocab),
@@ -363,7 +364,7 @@ class Preparer:
             max_tokens=max(self.backend.max_context, body.min_tokens or 0) if limit is None else max(1, limit),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
-            # its tags of tool calls are control tokens
+            # tags of tool calls are control tokens
             keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",
             **{k: v for k, v in options.items() if v is not None},
         )
@@ -375,7 +376,7 @@ class Preparer:
     # ---- grammars
 
     def _format(self, body: Common) -> GrammarSource | None:
-        """The grammar that the answer must match, from any of the request's fields for it."""
+        """The grammar that the answer must match, from whichever field of the request gives one."""
         formats = body.formats
         if not formats:
             return None
@@ -387,7 +388,7 @@ class Preparer:
         return GrammarSource(kind, what if isinstance(what, str) else _dumps(what, field), field)
 
     def _tool_grammar(self, body: ChatRequest, format_: GrammarSource | None = None) -> GrammarSource:
-        """A grammar of calls of these functions; with a format, of those or an answer of that form."""
+        """Grammar of calls of these functions; with a format, of such calls or an answer in that format."""
         described = [tool.function for tool in body.tools or []]
         functions = [(f.name, f.parameters or {"type": "object"}, f.strict is True) for f in described]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
@@ -407,7 +408,7 @@ class Preparer:
 
 
 def _text_to_continue(message: dict[str, JsonValue]) -> str:
-    """The text that an answer goes on from."""
+    """The text that the answer continues."""
     content = message["content"]
     if not isinstance(content, str):
         raise bad("continue_final_message: the message to continue may hold text only, no images or sound.", "messages")

@@ -1,4 +1,4 @@
-"""Connections within bounds, as a thin layer over uvicorn's HTTP/1.1 protocol.
+"""Limits connections, as a thin layer over uvicorn's HTTP/1.1 protocol.
 
 A connection waits for a request's head, for its body, for its answer to be written, or for the next request. Each wait
 has a limit, counted from its beginning: a client that sends a byte now and then does not prolong it. When
@@ -6,8 +6,9 @@ has a limit, counted from its beginning: a client that sends a byte now and then
 the one that has waited longest; if none waits, one whose answer is not read, of an address with more connections than
 its own; else it gets 503. All of this runs on the event loop.
 
-A client that has sent its request may close its half of the connection and still read (`nc -N`), and looks exactly like
-one that has left. An interim response (100 Continue) tells which: the system of one that has left answers with a reset.
+A client that has sent its request may close its half of the connection and still read (`nc -N`), which looks exactly
+like a client that has left. An interim response (100 Continue) tells them apart: the system of one that has left
+answers with a reset.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from .settings import ServerSettings
 from .standing import Standing
 
 log = logging.getLogger("outrider.server")
-# bytes that the system (which doubles it), and this process, may hold for a client that does not read
+# bytes that the system (which doubles it) and this process may buffer for a client that does not read
 SEND_BUFFER = 32 << 10
 WRITE_BUFFER = 16 << 10
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# from one look for a reset to the next: at first, doubled each time, and at most
+# first and longest interval between two probes for a reset; doubled each time
 PROBE_S = 0.02
 PROBE_MOST_S = 5.0
-# file descriptors for everything else, and for connections accepted in one go
+# file descriptors for everything else, and for connections accepted in one batch
 RESERVE = 64
 BACKLOG = 64
 
 
 class Connections:
-    """State that the connections of one server share."""
+    """State shared by the connections of one server."""
 
     def __init__(self, settings: ServerSettings, standing: Standing) -> None:
         self.settings = settings
@@ -51,7 +52,7 @@ class Connections:
         self.waiting: dict[BoundedProtocol, None] = {}
         self.unread: dict[BoundedProtocol, None] = {}
         self.open: set[BoundedProtocol] = set()
-        self.closed = 0  # so far
+        self.closed = 0  # number of closed connections
 
     def to_replace(self, newcomer: BoundedProtocol) -> BoundedProtocol | None:
         """The connection that makes room for a new one: a client with many does not shut out those with few."""
@@ -63,9 +64,9 @@ class Connections:
 
 
 def cap(wanted: int) -> int:
-    """Connections that the process's file descriptors allow. The soft limit is raised where that is allowed. The
-    system's table of descriptors gets its size now: where it grows with a connection, accepting that one waits for a
-    grace period of the kernel, a third of a second on a busy machine."""
+    """Maximum connections by the process's limit of file descriptors, which is raised if permitted. The system's
+    descriptor table gets its size now: if it grew with a connection, accepting that one would wait for a grace period
+    of the kernel, a third of a second on a busy machine."""
     need = wanted + RESERVE + BACKLOG
     limit = descriptors.allow(need)
     room = wanted if limit is None else limit - RESERVE - BACKLOG
@@ -80,7 +81,7 @@ class BoundedProtocol(H11Protocol):
         self._shared = shared
         self._phase = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._answered = False  # it brought an answer that is no refusal
+        self._answered = False  # at least one answer was not a refusal
 
     # ---- the connection
 
@@ -117,7 +118,7 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open for the answer."""
+        """Returns True to keep the connection open for the answer."""
         cycle = self.cycle
         sent = cycle is not None and not cycle.more_body and not cycle.response_started
         if not sent or cycle.scope["http_version"] != "1.1" or self.scheme == "https":  # TLS is never half-closed
@@ -128,7 +129,7 @@ class BoundedProtocol(H11Protocol):
         return True
 
     def _probe(self, cycle: RequestResponseCycle, waited: float) -> None:
-        """Look for a reset until the answer begins; writing finds out from then on."""
+        """Probes for a reset until the answer begins; from then on, writing discovers it."""
         if cycle.response_started or self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -154,7 +155,8 @@ class BoundedProtocol(H11Protocol):
     # ---- waiting for the client
 
     def _watch(self) -> None:
-        """Find out what is waited for. Idle connections are uvicorn's to close; what interrupts the idling is ours."""
+        """Determines what the connection waits for. uvicorn closes idle connections; a wait that interrupts idling is
+        limited here."""
         settings = self._shared.settings
         if self.flow.write_paused:
             self._enter("unread", settings.stall_timeout)
@@ -206,7 +208,7 @@ class BoundedProtocol(H11Protocol):
         self.transport.abort()
 
     def _end(self, status: int, message: str) -> None:
-        """An answer outside of any request, as far as the client still listens."""
+        """Sends an answer outside of any request, if the client still listens, and closes."""
         body = json.dumps(ApiError(status, message).body()).encode()
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json"]
         head += [f"Content-Length: {len(body)}", "Connection: close", *(["Retry-After: 1"] if status == 503 else [])]
@@ -214,10 +216,10 @@ class BoundedProtocol(H11Protocol):
             self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
             self.transport.close()
         else:
-            self.transport.abort()  # a body that never comes: the route is told that its client has gone
+            self.transport.abort()  # the body never came: the route sees a disconnect
 
     def send_400_response(self, msg: str) -> None:
         self._end(400, "This is not a valid HTTP request.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Java's client offers HTTP/2 with every first request: no warning for that."""
+        """No warning for Java's client, which offers HTTP/2 with every first request."""

@@ -1,4 +1,4 @@
-"""Thoughts apart from the answer: Gemma 4's thought channel and <think> tags.
+"""Separates thoughts from the answer: Gemma 4's thought channel, and <think> tags.
 
 Gemma 4 writes `<|channel>thought` + newline + thoughts + `<channel|>`, anywhere; a tool call ends an open channel.
 Other models write `<think>` ... `</think>` at the start of the answer only. Blanks around the thoughts are dropped.
@@ -35,9 +35,9 @@ class Thoughts(TextParser):
         self._opening = Tags(form.open)
         self._closing = Tags(form.close, *form.ended_by)
         self._end_of_header = Tags("\n", form.close, *form.ended_by)
-        self._began = False  # a thought or content
+        self._began = False  # true after the first thought or content
         self._blank = ""  # white space held back: it is dropped at the edges of thoughts
-        self._fresh = True  # nothing but white space since the last edge
+        self._fresh = True  # only white space since the last edge
         # some templates end the prompt with the opening tag: then the answer begins inside the thoughts
         self._inside = prompt_tail.rstrip().endswith(form.open + ("thought" if form.header else ""))
         if self._inside:
@@ -61,7 +61,7 @@ class Thoughts(TextParser):
             inside = False
 
     def _content(self) -> Reading[None]:
-        """Reads up to an opening tag, which may change with the first text (`_begin`)."""
+        """Reads up to an opening tag. Which tags open may change with the first text (`_begin`)."""
         try:
             while True:
                 span, is_tag = yield from self._span(self._opening)
@@ -77,14 +77,15 @@ class Thoughts(TextParser):
         self._edge()
 
     def _header(self) -> Reading[str]:
-        """Skips the channel's name. An empty channel may close without a newline: then the tag that did, else ""."""
+        """Skips the channel's name. Returns the tag that closed the channel if it is empty and without a newline, else
+        ""."""
         name = ""
         while True:
             span, is_tag = yield from self._span(self._end_of_header)
             if is_tag:
                 return "" if span == "\n" else span
             name += span
-            if len(name) > MAX_HEADER:  # not a channel's name: thoughts began on the first line
+            if len(name) > MAX_HEADER:  # too long for a channel's name: thoughts begin on the first line
                 self._emit("reasoning", name)
                 return ""
 
@@ -98,14 +99,14 @@ class Thoughts(TextParser):
             self._opening = Tags()
 
     def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        """White space in thoughts waits for the text behind it, and so does that before the first text of an answer."""
+        """Holds back white space in thoughts, and before the first text of an answer, until text follows."""
         bare = text.strip()
         if not bare and (kind == "reasoning" or self._fresh):
             self._blank += text
             return
         if not self._began:
             self._begin()
-            self._fresh = False  # leading blanks belong to the answer when no thought came before it
+            self._fresh = False  # without thoughts before it, leading blanks belong to the answer
         text = text.lstrip() if self._fresh else self._blank + text
         self._blank = ""
         if kind == "reasoning":

@@ -1,5 +1,5 @@
-"""Records the beginning of an agent's prompts in a file: system prompt and tools, without the user's messages. The next
-start of the server can prefill it before the agent's first request (`outrider launch`)."""
+"""Records the beginning of an agent's prompts in a file: system prompt and tools, without the user's messages. At its
+next start the server can prefill it before the agent's first request (`outrider launch`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 log = logging.getLogger("outrider.server")
 ROUTES = {"/v1/chat/completions": "max_tokens", "/v1/messages": "max_tokens", "/v1/responses": "max_output_tokens"}
-PREFIX_FIELDS = ("system", "instructions", "tools", "chat_template_kwargs")  # what stands before the conversation
-LONG = 4000  # characters; less is read in no time
+PREFIX_FIELDS = ("system", "instructions", "tools", "chat_template_kwargs")  # the fields before the conversation
+LONG = 4000  # minimum characters; prefill of less takes no time
 
 
 def beginning(path: str, raw: bytes) -> str | None:
-    """A request for one token that has the same beginning, as JSON {path, body}; None: there is no long one."""
+    """A request for one token with the same beginning, as JSON {path, body}; None if the beginning is short."""
     if path not in ROUTES:
         return None
     request: dict[str, Any] = json.loads(raw)
@@ -36,7 +36,7 @@ class PromptRecorder:
         self._longest = 0
 
     def take(self, path: str, raw: bytes) -> None:
-        """Keep the longest beginning since the start. raw: validated; its client is not told what fails here."""
+        """Keeps the longest beginning since the start. raw: a validated body. Errors here do not reach the client."""
         try:
             text = beginning(path, raw)
             if text is None or len(text) <= self._longest:

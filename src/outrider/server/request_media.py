@@ -1,5 +1,5 @@
-"""Images and clips of a request's messages: what the model does not take is refused, the others become soft tokens of
-its prompt."""
+"""Images and clips in a request's messages: refused if the model does not take them, else turned into soft tokens of
+the prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_media(media: Media, body: ChatRequest, model: ServedModel) -> None:
 
 
 def with_soft_tokens(ids: Sequence[int], media: Media, model: ServedModel, hosts: str) -> list[int]:
-    """The prompt with its placeholders replaced. hosts: from which files may be fetched."""
+    """Replaces the prompt's placeholders. hosts: hosts that files may be fetched from."""
     inputs: list[SoftInputs] = []
     try:
         for items, encoder, kind in ((media.images, model.vision, IMAGE), (media.audio, model.audio, SOUND)):

@@ -23,9 +23,9 @@ BODY = TypeAdapter(dict[str, object])
 IGNORED_FIELDS = ("background", "max_tool_calls", "client_metadata", "context_management", "access_programs")
 # fields that have the same name and meaning in a chat request
 SHARED_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls", "outrider", "seed", "tool_choice"}
-NAMESPACE_SEPARATOR = "__"  # a namespace and a name
-LOGPROBS = "message.output_text.logprobs"  # of `include`
-# fields of the request that the answer repeats, with their defaults
+NAMESPACE_SEPARATOR = "__"  # between namespace and name
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+# request fields that the answer repeats, with defaults
 NULL_FIELDS = (
     "instructions", "temperature", "top_p", "max_output_tokens", "max_tool_calls", "user", "previous_response_id"
 )  # fmt: skip
@@ -41,14 +41,14 @@ REPEATED_FIELDS: Json = {
     "store": True,
     "background": False,
 }
-# of an output item's type, the name of its events
+# name of the events of each type of output item
 EVENT_NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 class ResponsesItem(Lenient):
     type: str = "message"
     role: str | None = None
-    content: str | list[dict[str, object]] | None = None  # parts, as messages of chat requests have them
+    content: str | list[dict[str, object]] | None = None  # parts as in messages of chat requests
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -62,7 +62,7 @@ class ResponsesTool(Lenient):
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
-    tools: list[ResponsesTool] | None = None  # of a namespace
+    tools: list[ResponsesTool] | None = None  # if the type is namespace
 
 
 class TextOptions(Lenient):
@@ -98,7 +98,8 @@ def _listed(item: ResponsesItem) -> Json:
 
 
 def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Json]:
-    """The functions among them. One of a namespace is called by both names here, and by its own in the answer."""
+    """The functions among the tools. One in a namespace is called NAMESPACE__NAME towards the model, and by its own
+    name in the answer."""
     out: list[Json] = []
     for tool in tools:
         if tool.type == "namespace" and namespace is None:
@@ -117,7 +118,7 @@ def full_name(name: str, namespace: str | None) -> str:
 
 
 def own_name(tools: list[dict[str, Any]], called: str) -> Json:
-    """Fields of a call's item about the function: its name, and its namespace if it has one."""
+    """Name and, if any, namespace of a call's function, as fields of the item."""
     for tool in tools:
         for inner in tool.get("tools") or []:
             if full_name(str(inner.get("name")), str(tool.get("name"))) == called:
@@ -132,7 +133,7 @@ def _add(messages: list[dict[str, Any]], item: ResponsesItem) -> None:
     elif item.type == "function_call":
         name = full_name(item.name or "", item.namespace)
         call = _call(item.call_id, name, item.arguments or "{}")
-        if last.get("role") == "assistant":  # calls that were made together belong to one message
+        if last.get("role") == "assistant":  # calls made together belong to one message
             last["tool_calls"] = [*last.get("tool_calls", []), call]
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
@@ -153,13 +154,13 @@ class ResponsesWire(Wire):
     def __init__(self, store: ResponseStore | None = None, client: str = "") -> None:
         self._store = ResponseStore() if store is None else store
         self._client = client
-        self._asked: dict[str, Any] = {}  # fields of the request that the answer repeats
+        self._asked: dict[str, Any] = {}  # request fields that the answer repeats
         self._messages: list[Json] = []
         self._input: list[Json] = []
         self._number = 0
-        self._items: list[dict[str, Any]] = []  # finished ones, then the open one
+        self._items: list[dict[str, Any]] = []  # finished items, then the open one
         self._open = ""  # the type of the open item
-        self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
+        self._logprobs: list[Json] = []  # entries of tokens whose text has not been sent yet
 
     def parse(self, raw: bytes) -> ChatRequest:
         sent: dict[str, Any] = BODY.validate_json(raw)
@@ -191,7 +192,7 @@ class ResponsesWire(Wire):
             out["top_logprobs"] = body.top_logprobs or 0
         chat = ChatRequest.model_validate(out)
         system = [m.text for m in takewhile(lambda m: m.role in ("system", "developer"), chat.messages)]
-        if len(system) > 1:  # many templates know one message of the system's
+        if len(system) > 1:  # many templates accept only one system message
             chat.messages[: len(system)] = [Message(role="system", content="\n\n".join(system))]
         return chat
 
@@ -227,7 +228,7 @@ class ResponsesWire(Wire):
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _response(self, answer: Answer) -> Json:
-        """The response object, which is stored for later requests unless `store` is false."""
+        """The response object. It is stored for later requests unless `store` is false."""
         one = answer.choices[0]
         cut = one.finish == "length"
         response = {

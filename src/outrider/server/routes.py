@@ -35,19 +35,20 @@ class PageFileResponse(Response):
 
 @dataclass(frozen=True)
 class Route:
-    """A path and what answers it. Bodies are read off the event loop; openapi.json only describes them."""
+    """A path and the function that answers it. `body` only describes the request in openapi.json; bodies are parsed off
+    the event loop."""
 
     path: str
     endpoint: Endpoint
     method: str = "GET"
     body: type[BaseModel] | None = None
     response: type[Response] = JSONResponse
-    other_types: tuple[str, ...] = ()  # media types of other forms of the answer, of a stream for example
+    other_types: tuple[str, ...] = ()  # media types of other forms of the answer, such as a stream
     documented: bool = True
 
     @property
     def without_version(self) -> Route:
-        """The route without /v1, for clients whose base address lacks it."""
+        """Adds the route without /v1, for clients whose base URL lacks it."""
         return replace(self, path=self.path.removeprefix("/v1"), documented=False)
 
 
@@ -154,5 +155,5 @@ def described_request(path: str, body: type[BaseModel] | None) -> dict[str, obje
 
 @cache
 def json_schema(body: type[BaseModel]) -> dict[str, object]:
-    """The schema of a body; several routes have the same."""
+    """JSON schema of a body. Cached, since several routes share one."""
     return body.model_json_schema(ref_template="#/components/schemas/{model}")

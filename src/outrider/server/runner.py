@@ -1,9 +1,9 @@
 """The engine thread. The engine is single-threaded; everything that touches it happens here.
 
-Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one
-step. Events go out to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the
-requests that were in it with an `EngineError` and the thread goes on; after three failing steps in a row with nothing
-finished between them it gives up and `healthy` turns false. While idle, the engine returns unused memory to the system.
+Commands (submit, abort) arrive through a queue and are executed between steps, so an abort takes effect within one
+step. Events go to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the requests
+in it with an `EngineError`, and the thread continues; after three failing steps in a row with no request finished
+between them it gives up and `healthy` turns false. While idle, the engine returns unused memory to the system.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .trim import trim
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
-TIDY_S = 10.0  # seconds between two searches for unused memory
+TIDY_S = 10.0  # seconds between searches for unused memory
 MAX_DETACHED = 2  # concurrent prompts whose prefill continues after their client left
-MIN_DETACHED_TOKENS = 256  # tokens left to prefill: with fewer, the prefill is not continued
-RETRY_PREFIX_TOKENS = 256  # tokens at the beginning by which a retry is recognised
-# how often progress is published, and logged
+MIN_DETACHED_TOKENS = 256  # a prefill with fewer tokens left is not continued
+RETRY_PREFIX_TOKENS = 256  # leading tokens by which a retry is recognised
+# intervals of publishing and logging progress
 PROGRESS_S = 0.25
 LOG_S = 10.0
-GIVE_WAY_S = 0.001  # of writing in one turn of the event loop
+GIVE_WAY_S = 0.001  # maximum time of writing before the event loop's other tasks run
 MAX_UNREAD_EVENTS = 128  # unread events per call at which its sequences pause
 T = TypeVar("T")
 
@@ -52,19 +52,24 @@ class RequestStream:
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
         self._runner = runner
         self._items: deque[tuple[str, Item]] = deque()
-        self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
-        self._alarm: asyncio.TimerHandle | None = None  # one for many waits: looks whether the current is too long
-        self._until = self._since = 0.0  # when the wait is over; since when it is being written without one
+        self._waiter: asyncio.Future[None] | None = None  # set while the reader waits
+        self._alarm: asyncio.TimerHandle | None = (
+            None  # one timer for many waits: checks whether the current one is too long
+        )
+        self._until = self._since = 0.0  # end of the current wait; start of writing without a wait
         self._paused: set[str] = set()
         self.open = set(ids)
 
     async def next(self, timeout: float) -> Event | None:
-        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. One reader."""
+        """Returns the next event, or None after `timeout` seconds without one. Raises what the engine raised. There is
+        one reader."""
         loop = asyncio.get_running_loop()
         if not self._items:
             await self._wait(timeout)
             self._since = loop.time()
-        elif loop.time() - self._since > GIVE_WAY_S:  # a reader that catches up has much to write: others first
+        elif (
+            loop.time() - self._since > GIVE_WAY_S
+        ):  # a reader that catches up would write for long: let others run first
             await asyncio.sleep(0)
             self._since = loop.time()
         if not self._items:
@@ -98,7 +103,7 @@ class RequestStream:
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
         self._alarm = None
         if self._waiter is None:
-            return  # the next wait sets it anew
+            return  # the next wait starts it again
         if loop.time() < self._until:
             self._alarm = loop.call_at(self._until, self._ring, loop)
         elif not self._waiter.done():
@@ -122,9 +127,9 @@ class RequestStream:
         for id in self.open:
             self._runner.abort(id)
         self.open = set()
-        self._items.clear()  # what waited may be megabytes, and the call that holds this may live on for a while
+        self._items.clear()  # unread events may be megabytes, and the call that holds this may live on
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)  # a reader that still waits learns that the stream has ended
+            self._waiter.set_result(None)  # wakes a waiting reader: the stream has ended
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -138,22 +143,21 @@ class Runner:
         detached_s: float = 600.0,
         background: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """`unused_s`: prefixes that no request has used for this long are dropped, and their memory is released.
-        `detached_s`: how long a prompt's prefill continues after its client left. `background`: the clients that give
-        way to others."""
+        """`unused_s`: prefixes unused for this long are dropped and their memory is released. `detached_s`: how long a
+        prompt's prefill continues after its client left. `background`: clients that give way to others."""
         self._engine = engine
         self._background = background
         self._unused_s = unused_s
         self._detached_s = detached_s
-        self.detached: dict[str, float] = {}  # requests without a client, and until when they may read
-        self.progress: dict[str, Progress] = {}  # of all requests, published for the event loop now and then
+        self.detached: dict[str, float] = {}  # deadline of each prefill whose client left
+        self.progress: dict[str, Progress] = {}  # of all requests, published for the event loop at intervals
         self._published = self._logged = 0.0
-        self._told: dict[str, int] = {}  # tokens of prompts that were read when it was last logged
-        self._tidy_at = 0.0  # when memory is next looked for
+        self._told: dict[str, int] = {}  # prompt tokens computed at the last log line
+        self._tidy_at = 0.0  # time of the next search for unused memory
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, RequestStream] = {}  # touched by the engine thread only
+        self._streams: dict[str, RequestStream] = {}  # used by the engine thread only
         self._outbox = Outbox(self._call_soon)
-        self._written = False  # the step that runs gave time to write
+        self._written = False  # the current step left time for writing
         engine.meanwhile = self._meanwhile
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,47 +166,47 @@ class Runner:
         self.healthy = True
 
     def start(self) -> None:
-        """Call from the event loop that will read the streams."""
+        """Must be called on the event loop that will read the streams."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Aborts what runs and ends the thread. May be called twice."""
+        """Aborts running requests and ends the thread. May be called twice."""
         self._stopping = True
         if self._thread.is_alive():
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join, 30.0)
 
     async def submit(self, request: Request, stream: RequestStream) -> None:
-        """Returns once the engine has taken it. OutriderError if it refuses."""
+        """Returns when the engine has accepted the request. Raises OutriderError if the engine refuses it."""
         if not self.healthy and not self._stopping:
             raise EngineError("the engine has stopped after repeated failures; restart the server")
         try:
             await self.call(lambda _: self._submit(request, stream))
         except BaseException:
-            stream.close()  # the caller went away, or one of several was refused
+            stream.close()  # the caller went away, or a sibling request was refused
             raise
 
     def abort(self, id: str) -> None:
-        """Drops a request without a reader. A prompt in prefill may go on to its end, for a retry."""
+        """Drops a request whose reader left. Its prefill may run to the end, for a retry."""
         self._commands.put(lambda: self._abort(id, may_detach=True))
 
     def pause(self, id: str, on: bool) -> None:
         self._commands.put(lambda: self._engine.pause(id, on))
 
     def later(self, function: Callable[[Engine], None]) -> None:
-        """Like `call`, for callers that can't wait."""
+        """Like `call`, for callers that cannot wait."""
         self._commands.put(lambda: function(self._engine))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run something on the engine between two steps (an audit, a count)."""
+        """Runs a function on the engine between two steps (an audit, a count)."""
         if self._stopping:
-            raise EngineError("the server is shutting down")  # the queue has no reader any more
+            raise EngineError("the server is shutting down")  # nothing reads the queue any more
         done: Future[T] = Future()
 
         def command() -> None:
             if not done.set_running_or_notify_cancel():
-                return  # its caller has left
+                return  # the caller has left
             try:
                 done.set_result(function(self._engine))
             except Exception as e:
@@ -221,7 +225,7 @@ class Runner:
                 self.progress = {}
                 self._published = 0.0
             try:
-                # wait only when there is nothing to compute
+                # wait only if there is nothing to compute
                 command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
             except queue.Empty:
                 if idle:
@@ -273,17 +277,17 @@ class Runner:
                 self._failures = 0
         self._publish()
         self._deliver(out)
-        # Where nothing runs on a device, or there is little to write, now is as good a time as any.
+        # If nothing runs on a device, or there is little to write, now is as good a time as any.
         if not self._written or len(self._streams) <= FEW_STREAMS:
             self._outbox.open(len(self._streams))
         else:
             self._outbox.hurry()
 
     def _fail(self, error: Exception) -> None:
-        """Handles a step that raised. It is unknown which sequences it has corrupted, so all that were in it fail."""
+        """Fails all sequences of a step that raised: which of them it corrupted is unknown."""
         self._engine.metrics.failed_steps += 1
         self._failures += 1
-        # our own say in a line what the machine lacks
+        # our own errors say in one line what the machine lacks
         reason = str(error) if isinstance(error, OutriderError) else where(error)
         log.error("engine step failed, and %d requests with it: %s", len(self._streams), reason)
         ids = list(self._streams)
@@ -299,15 +303,16 @@ class Runner:
         self._deliver([(id, EngineError("the engine failed while this request was running")) for id in ids])
         self._outbox.flush()
 
-    # ---- prompts without a client, and how far prompts are
+    # ---- prefill without a client, and progress
 
     def _drop_detached(self, ids: Iterable[str]) -> None:
         for id in list(ids):
             del self.detached[id]
-            self._engine.abort(id)  # what it has read stays in the prefix cache
+            self._engine.abort(id)  # computed pages stay in the prefix cache
 
     def _publish(self) -> None:
-        """After a step: end prompts without a client that are done, late or in the way; tell how far all are."""
+        """After a step: ends client-less prefills that are done, late or in the way, and publishes the progress of
+        all."""
         now = time.monotonic()
         if self.detached:
             known = self._engine.progress()
@@ -345,7 +350,7 @@ class Runner:
         self._streams[request.id] = stream
 
     def _give_way_to(self, request: Request) -> None:
-        """Drops prompts without a client that have ended, and those that this request is a retry of."""
+        """Drops client-less prefills that have ended, and those that this request is a retry of."""
         progress = self._engine.progress()
         begin = (request.namespace, request.prompt[:RETRY_PREFIX_TOKENS])
         over: list[str] = []
@@ -357,7 +362,7 @@ class Runner:
 
     def _abort(self, id: str, may_detach: bool = False) -> None:
         if self._streams.pop(id, None) is None:
-            return  # finished in the meantime
+            return  # finished meanwhile
         self._outbox.forget(id)
         try:
             crowded = len(self.detached) >= MAX_DETACHED or self._engine.metrics.waiting
@@ -375,7 +380,7 @@ class Runner:
         for id, item in items:
             stream = self._streams.get(id)
             if stream is None:
-                continue  # aborted: there is no reader
+                continue  # aborted: no reader
             if isinstance(item, Exception) or item.finish_reason is not None:
                 del self._streams[id]
             out.append((stream, id, item))

@@ -1,5 +1,5 @@
-"""Fields of a request. Unknown fields are refused by name: a field that is silently ignored is a wrong answer.
-Taken without effect are null, the fields of `INERT`, and what clients have added to messages.
+"""Fields of a request. Unknown fields are refused by name: a field that is silently ignored is a wrong answer. Accepted
+without effect: null, the fields of `INERT`, and clients' additions to messages.
 
 The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and our own object `outrider`.
 """
@@ -30,11 +30,11 @@ TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"  # Anthropic's limit
 ToolName = Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]
 
 
-MAX_KEYS = 512  # of one object with fixed fields; more than there are names for
+MAX_KEYS = 512  # maximum keys of an object with fixed fields; more than there are fields
 
 
 def fail_fast(node: object) -> None:
-    """Set the option on every list and map of a core schema, in place."""
+    """Sets the option on every list and map of a core schema, in place."""
     if isinstance(node, dict):
         if node.get("type") in ("list", "tuple", "set", "frozenset", "dict"):
             node["fail_fast"] = True
@@ -49,7 +49,8 @@ def refuse(wrong: object, why: str) -> None:
 
 
 class FailFastModel(BaseModel):
-    """Validation ends at the first bad item of a list or map: a million errors cost seconds and gigabytes."""
+    """A model whose validation ends at the first bad item of a list or map: a million errors would cost seconds and
+    gigabytes."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -64,18 +65,18 @@ class Strict(FailFastModel):
     @model_validator(mode="before")
     @classmethod
     def few_keys(cls, data: object) -> object:
-        """Drops all but the first fields: a few unknown ones are enough for a refusal."""
+        """Drops all but the first fields: a few unknown ones suffice for a refusal."""
         return dict(islice(data.items(), MAX_KEYS)) if isinstance(data, dict) and len(data) > MAX_KEYS else data
 
 
 class Lenient(FailFastModel):
-    """Parts of a conversation, which clients send back with additions: what is not known is ignored."""
+    """Base of parts of a conversation, which clients send back with additions: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Named(Lenient):
-    """The model that a body of any kind is for."""
+    """The model name in a body of any kind."""
 
     model: str | None = None
 
@@ -96,7 +97,7 @@ class TextPart(Lenient):
     audio_url: str | dict[str, object] | None = None
     input_audio: str | dict[str, object] | None = None
     image: str | None = None  # its data URL or address
-    clip: str | None = None  # likewise
+    clip: str | None = None  # its data URL or address
 
     @model_validator(mode="after")
     def is_text(self) -> TextPart:
@@ -124,7 +125,7 @@ class TextPart(Lenient):
 
 
 def url_of(given: object, field: str, kind: MediaKind) -> str:
-    """A data URL or an address, as clients send it: bare or as {"url": ..., "detail": ...}."""
+    """The data URL or address, which clients send bare or as {"url": ..., "detail": ...}."""
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url:
         raise ValueError(f"{field} is missing")
@@ -134,8 +135,8 @@ def url_of(given: object, field: str, kind: MediaKind) -> str:
 
 
 def sound_of(given: object) -> str:
-    """OpenAI's {"data": base64, "format": "wav"} or Mistral's bare base64 as a data URL. The file's content says its
-    format."""
+    """Converts OpenAI's {"data": base64, "format": "wav"} or Mistral's bare base64 to a data URL. The file's content
+    determines its format."""
     data = given.get("data") if isinstance(given, dict) else given
     if not isinstance(data, str) or not data:
         raise ValueError('input_audio needs data: {"data": "<base64>", "format": "wav"}')
@@ -200,7 +201,7 @@ class Function(Strict):
 
 
 class Tool(Lenient):
-    """A function. Fields that clients put beside it (`cache_control`) change nothing."""
+    """A function. Fields beside it (`cache_control`) are ignored."""
 
     type: Literal["function"]
     function: Function
@@ -214,7 +215,8 @@ class SchemaFormat(Strict):
 
 
 class ResponseFormat(SchemaFormat):
-    """The schema may stand next to the type, as llama.cpp, Anthropic and the Responses API have it."""
+    """The format of an answer. The schema may stand next to the type, as in llama.cpp, Anthropic's and the Responses
+    API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
@@ -228,12 +230,12 @@ class ResponseFormat(SchemaFormat):
 
     @property
     def wanted(self) -> dict[str, object]:
-        """The schema that answers must match."""
+        """The schema that the answer must match."""
         inner = self.json_schema.schema_ if self.json_schema is not None else None
         return inner or self.schema_ or {"type": "object"}
 
 
-# vLLM's, as fields of `structured_outputs` and by themselves behind "guided_"
+# vLLM's names: fields of `structured_outputs`, or with the prefix "guided_"
 GUIDES: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "gbnf"}
 
 
@@ -248,7 +250,7 @@ class StructuredOutputs(Strict):
 
 
 class PredictedOutput(WithText):
-    """OpenAI's predicted outputs: here a source of drafts, so it changes nothing but the speed."""
+    """OpenAI's predicted outputs: used as a draft, so it changes only the speed."""
 
     type: Literal["content"]
 
@@ -261,7 +263,7 @@ class OutriderOptions(Strict):
     draft_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] = "auto"  # 0: plain decoding
 
 
-# Taken because clients send them, and of no effect on an answer here; counted in the metric `outrider_ignored_fields`.
+# Accepted but ignored, since clients send them; counted in the metric `outrider_ignored_fields`.
 INERT = (
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
     "modalities", "audio", "verbosity", "cache_prompt", "request_id", "add_special_tokens", "skip_special_tokens",
@@ -273,12 +275,12 @@ INERT = (
 
 
 def writes_text(modalities: object) -> bool:
-    """True if a request accepts text. OpenAI's examples of sound ask for speech as well: they are answered in text."""
+    """True if a request accepts text. OpenAI's examples of sound also request speech; they are answered in text."""
     return modalities is None or (isinstance(modalities, list) and "text" in modalities)
 
 
 class Common(Strict):
-    model: str | None = None  # left out: the first that is served
+    model: str | None = None  # default: the first model served
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     n: Annotated[Integer, Field(ge=1, le=128)] | None = None
@@ -304,11 +306,13 @@ class Common(Strict):
     echo: bool | None = None  # the answer repeats the prompt, or an assistant message at its end
     prompt_logprobs: Likeliest | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as "token_id:15"
+    return_tokens_as_token_ids: bool | None = None  # writes tokens of logprobs as "token_id:15"
     # keep the prompt's last n tokens (truncation_side "right": its first); -1: as many as fit
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # prefixes are shared with this salt
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = (
+        None  # prefixes are shared only between requests with the same salt
+    )
     # among the waiting requests of one client; lower comes first
     priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
@@ -320,18 +324,18 @@ class Common(Strict):
     json_schema: dict[str, object] | None = None  # llama.cpp's
     grammar: str | None = None  # llama.cpp's GBNF, or Lark
     outrider: OutriderOptions = OutriderOptions()
-    ignored: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # which of INERT were sent
-    defaults: ClassVar[Mapping[str, float]] = OPENAI  # the protocol's sampling, for models that say nothing of it
+    ignored: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # the fields of INERT that were sent
+    defaults: ClassVar[Mapping[str, float]] = OPENAI  # the protocol's sampling, for models without a recommendation
 
     @model_validator(mode="before")
     @classmethod
     def without_inert(cls, data: object) -> object:
-        """Drops fields that are null, and sets those aside that change nothing."""
+        """Drops null fields and sets aside those that have no effect."""
         if not isinstance(data, dict):
             return data
         fields = spelled({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
         if fields.get("model") == "":
-            del fields["model"]  # clients that know of one model only
+            del fields["model"]  # clients that know only one model
         refuse(not writes_text(data.get("modalities")), 'modalities: only "text" is supported')
         return {**fields, "ignored": tuple(k for k in INERT if data.get(k) is not None)}
 
@@ -345,7 +349,7 @@ class Common(Strict):
 
     @property
     def usage(self) -> Literal["final", "continuous"] | None:
-        """Chunks of a stream that hold token counts: one at the end, or every one as well."""
+        """Chunks of a stream with token counts: none, one at the end, or every one."""
         options = self.stream_options or StreamOptions()
         return "continuous" if options.continuous_usage_stats else "final" if options.include_usage else None
 
@@ -380,7 +384,7 @@ class ChatRequest(Common):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None  # the last message is the assistant's and goes on
+    continue_final_message: bool | None = None  # the answer continues the last message, the assistant's
     prediction: PredictedOutput | None = None
 
     @model_validator(mode="after")
@@ -428,7 +432,7 @@ class ChatRequest(Common):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of likeliest tokens reported with each token; None: no log-probabilities."""
+        """Number of alternatives reported with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

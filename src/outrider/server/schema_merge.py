@@ -1,8 +1,8 @@
-"""The conjunction of two schemas as one schema without `allOf` and `$ref` at its top.
+"""The conjunction of two schemas as one schema without `allOf` and `$ref` at the top level.
 
-Gemma's calls have a grammar without intersection, so `allOf`, and constraints beside `$ref` or `anyOf`, are merged here
-before their rules are written. Schemas are those of tool_schema.py. `pattern` and `format` become lists where several
-apply.
+The grammar of Gemma's calls has no intersection, so `allOf`, and constraints beside `$ref` or `anyOf`, are merged
+before rules are written. Inputs are schemas as tool_schema.py returns them. Several `pattern`s or `format`s become
+lists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schema = dict[str, Json]
 
 
 class TooComplexToMerge(Exception):
-    """The conjunction would take too many alternatives, or does not end."""
+    """The conjunction would need too many alternatives, or recurses for ever."""
 
 
 class SchemaMerger:
@@ -28,7 +28,8 @@ class SchemaMerger:
         self._resolve = resolve
 
     def flatten(self, schema: Json, depth: int = 0) -> Json:
-        """The schema without `$ref` and `allOf` at its top; with `anyOf` nothing stands beside it. False: no value."""
+        """The schema without `$ref` and `allOf` at the top level; nothing stands beside an `anyOf`. False: no value
+        matches."""
         if not isinstance(schema, Mapping):
             return schema
         if depth > MAX_DEPTH:
@@ -47,7 +48,7 @@ class SchemaMerger:
         return _any_of([self.both(out, part, depth + 1) for part in alternatives])
 
     def both(self, a: Json, b: Json, depth: int = 0) -> Json:
-        """A schema of the values that match both."""
+        """A schema of the values that match both schemas."""
         if a is False or b is False:
             return False
         if a is True or a == {} or a == b:
@@ -65,7 +66,7 @@ class SchemaMerger:
         return self._plain(first, second, depth + 1)
 
     def _lazily(self, a: Json, b: Json) -> Json:
-        """The conjunction of two parts of a schema, merged when its rule is written: parts may be recursive."""
+        """The conjunction of two subschemas, merged only when its rule is written: they may be recursive."""
         if a is False or b is False:
             return False
         if a is True or a == {} or a == b:
@@ -157,7 +158,7 @@ def _shared_types(first: list[str], second: list[str]) -> list[str]:
 
 
 def _shared_values(a: Mapping[str, Json], b: Mapping[str, Json]) -> list[Json] | None:
-    """The values that the constants of both schemas allow; None if neither lists any."""
+    """The constants that both schemas allow; None if neither lists any."""
     listed = [
         [schema["const"]] if "const" in schema else _list(schema["enum"])
         for schema in (a, b)

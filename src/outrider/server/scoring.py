@@ -1,9 +1,9 @@
-"""Texts that are read and not continued: scored prompts, and embeddings (/v1/embeddings, OpenAI's; /api/embed and
-/api/embeddings, Ollama's).
+"""Texts that are read but not continued: scored prompts, and embeddings (OpenAI's /v1/embeddings, Ollama's /api/embed
+and /api/embeddings).
 
-They are computed in the engine's thread, a few rows between two steps, so that no stream waits long; the client holds
-one of its places meanwhile. An embedding is the mean of the hidden states after the final norm of a generative model,
-normalised to length one. It shows which texts are similar for this model; retrieval has better ones.
+They are computed in the engine's thread, a few rows between two steps, so that no stream waits long; meanwhile the
+client holds one of its places. An embedding is the mean of a generative model's hidden states after the final norm,
+scaled to length one. It shows which texts are similar for this model; dedicated models are better for retrieval.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from .app import Server
 
 log = logging.getLogger("outrider.server")
-MAX_INPUTS = 2048  # inputs of a call, as OpenAI has it
+MAX_INPUTS = 2048  # maximum inputs of a call, as in OpenAI's API
 
 
 async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priority: int = 0) -> None:
-    """Runs scoring work to its end. It holds one place in the engine."""
+    """Runs scoring work to its end, holding one place in the engine."""
     await model.turns.acquire(client, priority)
     try:
         while await model.runner.call(work.step):
@@ -146,12 +146,12 @@ async def ollama_old_embeddings(server: Server, request: Request) -> Response:
 
 
 async def off_loop(body: Callable[[Embeddings], Json], result: Embeddings) -> Response:
-    """Write an answer in a thread: thousands of vectors take seconds."""
+    """Encodes an answer in a thread: thousands of vectors take seconds."""
     return Response(await asyncio.to_thread(lambda: encoded(body(result))), media_type="application/json")
 
 
 async def embed(server: Server, request: Request, shape: type[EmbeddingsRequest]) -> Embeddings:
-    """Read a request for embeddings and compute them."""
+    """Reads a request for embeddings and computes them."""
     async with server.received(request) as got:
         body = await got.parsed(shape.model_validate_json)
         with ExitStack() as stack:
@@ -179,7 +179,7 @@ async def embed(server: Server, request: Request, shape: type[EmbeddingsRequest]
 
 
 def tokens(preparer: Preparer, body: EmbeddingsRequest) -> list[list[int]]:
-    """The token ids of each input."""
+    """Token ids of each input."""
     inputs = body.input
     bad_if(not inputs or not all(inputs), "The input is empty.", "input")
     bad_if(len(inputs) > MAX_INPUTS, f"input: {len(inputs)} texts; at most {MAX_INPUTS} can be sent at once.", "input")

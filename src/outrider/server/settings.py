@@ -21,13 +21,13 @@ class ServerSettings:
     model_name: str
     host: Annotated[str, "Address to listen on. Set an API key for anything but loopback."] = "127.0.0.1"
     port: Annotated[int, "Port to listen on; 0: a free one, printed at the start."] = 8000
-    api_keys: tuple[str, ...] = ()  # in force at the start; `api_key` and those of the file
+    api_keys: tuple[str, ...] = ()  # valid at the start: `api_key` and the keys of the file
     api_key: str | None = None
     api_key_file: Annotated[Path | None, "File with further keys, one per line; reread on SIGHUP."] = None
     ssl_certfile: Annotated[Path | None, "Serve https with this certificate (PEM, with its chain)."] = None
     ssl_keyfile: Annotated[Path | None, "TLS private key, if not in --ssl-certfile."] = None
-    otel_endpoint: str | None = None  # where spans go; None: there are none
-    max_concurrent: int = 8  # sequences that decode at once
+    otel_endpoint: str | None = None  # collector of spans; None: no tracing
+    max_concurrent: int = 8  # concurrent sequences
     max_queued: Annotated[int, "Maximum waiting sequences; further requests get 429."] = 64
     timeout: Annotated[float, "Maximum seconds in the queue, then without prefill progress, then for the answer."] = (
         600.0
@@ -35,13 +35,13 @@ class ServerSettings:
     max_body: Annotated[int, "Maximum bytes of a request body; larger ones get 413."] = 4 << 20
     max_prompt: Annotated[int, "Maximum tokens of a prompt. 0: limited by the context only."] = 0
     max_choices: int = 16  # the largest n
-    max_answers: int = 64  # of one /v1/completions call: prompts times n
+    max_answers: int = 64  # maximum answers of one /v1/completions call: prompts times n
     log_prompts: Annotated[bool, "Write prompts to the log (off: no prompt text is ever logged)."] = False
     log_level: Annotated[str, "debug | info | warning | error."] = "info"
     log_json: Annotated[bool, "Log one JSON object per line."] = False
     shutdown_grace: Annotated[float, "Seconds for running requests to finish on shutdown."] = 10.0
-    allowed_origins: tuple[str, ...] = ()  # pages of these origins may call, besides our own; "*": all
-    trusted_hosts: tuple[str, ...] = ()  # names we may be called by on loopback, besides localhost
+    allowed_origins: tuple[str, ...] = ()  # origins whose pages may call, besides our own; "*": all
+    trusted_hosts: tuple[str, ...] = ()  # host names accepted on loopback, besides localhost
     trusted_proxies: Annotated[
         str, "Proxies whose X-Forwarded-For is trusted: addresses or networks, comma-separated."
     ] = ""
@@ -61,7 +61,9 @@ class ServerSettings:
     runtime_adapters: Annotated[bool, "Allow clients to load and unload LoRA adapters (/v1/load_lora_adapter)."] = False
     record_prompt: Annotated[Path | None, "File for the longest prompt's system text and tools (for launch)."] = None
     share_prefixes: Annotated[bool, "Share the prefix cache between API keys. Answers stay the same."] = False
-    replica_tag: str = ""  # of a cluster's replica: part of the ids of what it stores, so that requests find it
+    replica_tag: str = (
+        ""  # tag of a cluster's replica: part of the ids of stored objects, so that requests reach their owner
+    )
     keep_prefixes: Annotated[float, "Minutes to keep unused prefix-cache pages in memory (CPU)."] = 5.0
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class ServerSettings:
 
 
 def check_certificate(certificate: Path, key: Path | None) -> None:
-    """Fails now rather than after the model was loaded."""
+    """Fails now instead of after loading the model."""
     what = f"{certificate}" + (f" with {key}" if key is not None else "")
     wrong = (OSError, ValueError)  # ssl's own errors are OSErrors
     with bad_input(wrong, lambda e: f"can't use the certificate {what}: {getattr(e, 'strerror', None) or e}"):
@@ -108,7 +110,7 @@ def check_certificate(certificate: Path, key: Path | None) -> None:
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
-    """Keys from the option and from a file (one a line, # starts a comment)."""
+    """Keys of the option and of a file (one per line, # starts a comment)."""
     keys = [key] if key else []
     if file is not None:
         with bad_input((OSError, UnicodeDecodeError), lambda e: f"can't read the API keys in {file}: {e}"):
@@ -120,13 +122,13 @@ def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
 
 
 def public_name(model: str) -> str:
-    """The name clients use: never a local folder's path."""
+    """The name for clients: never the path of a local folder."""
     name = model.rstrip("/\\")
     return Path(name).name if name.startswith((".", "/", "~")) or "\\" in name or Path(name).exists() else name
 
 
 def without_paths(text: str) -> str:
-    """Words that are paths of this machine cut to their last part: what clients see must not tell where files lie."""
+    """Cuts words that are paths of this machine to their last part: clients must not learn where files lie."""
     return re.sub(
         r"(?<![^\s(:='\"])(?:[A-Za-z]:\\|[~.]{0,2}/)[^\s,;:)'\"]*", lambda m: Path(m[0].rstrip("/\\")).name, text
     )

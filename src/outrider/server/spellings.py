@@ -13,7 +13,7 @@ from ..types import DEFAULT_TEMPERATURE
 
 Fields = dict[str, object]
 
-# Samplers and switches of others that we don't have, at the values that mean "off". Any other value is refused.
+# Unsupported samplers and switches of other engines, with the values that mean "off". Other values are refused.
 OFF: dict[str, tuple[object, ...]] = {
     "typical_p": (1,), "typical": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,),
     "mirostat_mode": (0,), "dynatemp_range": (0,), "dynamic_temperature": (False,), "dry_multiplier": (0,),
@@ -36,7 +36,7 @@ MAX_BIASES = 1024
 
 
 def whole(value: object) -> object:
-    """4.0 is an integer in JSON; some languages write all their numbers so."""
+    """Converts 4.0 to 4: JSON has one type of numbers, and some languages write all of them as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -44,15 +44,15 @@ Integer = Annotated[int, BeforeValidator(whole)]
 
 
 def top(value: object) -> object:
-    """vLLM's -1: as many as the server reports."""
+    """vLLM's -1 means as many as the server reports."""
     return MAX_LOGPROBS if value == -1 else whole(value)
 
 
-Top = Annotated[int, BeforeValidator(top)]  # how many of the likeliest tokens
+Top = Annotated[int, BeforeValidator(top)]  # number of alternatives
 
 
 def biases(value: object) -> object:
-    """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]] (false: never) as one map."""
+    """OpenAI's {"15": 1.5}, and llama.cpp's [[15, 1.5], [" text", -2], [16, false]] (false: never), as one map."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
         raise ValueError(f"must be an object or a list of pairs, at most {MAX_BIASES} of them")
@@ -78,7 +78,8 @@ Biases = Annotated[dict[int | str, float | bool], BeforeValidator(biases)]
 
 
 def split_prompts(given: object) -> list[str | list[object]]:
-    """Texts and lists of token ids. Texts may stand between ids: [1, 2, "text", 3] is one prompt, as in llama.cpp."""
+    """Splits a prompt field into texts and lists of token ids. Texts may stand between ids: [1, 2, "text", 3] is one
+    prompt, as in llama.cpp."""
     if isinstance(given, str) or (isinstance(given, list) and any(isinstance(one, int) for one in given)):
         return [given]
     if not isinstance(given, list) or not all(isinstance(one, str | list) for one in given):
@@ -111,12 +112,13 @@ def spelled(fields: Fields) -> Fields:
     if likeliest:
         out |= {"logprobs": True, "top_logprobs": likeliest} if chat else {"logprobs": likeliest}
     if all(out.get(name) in (None, 1) for name in ("repetition_penalty", "repeat_penalty")):
-        out.pop("repeat_last_n", None)  # how far back a penalty looks that is off
+        out.pop("repeat_last_n", None)  # window of a penalty that is off
     return thinking(tool_choice(out)) if chat else out
 
 
 def tool_choice(fields: Fields) -> Fields:
-    """Words as objects, Mistral's "any", a bare name, and OpenAI's `allowed_tools` (others are not offered)."""
+    """Converts words, Mistral's "any", a bare name and OpenAI's `allowed_tools` (other tools are not offered) to one
+    form."""
     choice = fields.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind in ("auto", "none", "required", "any"):
@@ -126,7 +128,7 @@ def tool_choice(fields: Fields) -> Fields:
     if kind in ("function", "tool") and "function" not in choice and "name" in choice:
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice["name"]}}}
     if kind == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)  # the Responses API has it flat
+        allowed = choice.get("allowed_tools", choice)  # flat in the Responses API
         tools = fields.get("tools")
         if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list) and isinstance(tools, list):
             names = [_name(tool) for tool in allowed["tools"]]
@@ -142,7 +144,7 @@ def _name(tool: object) -> object:
 
 
 def thinking(fields: Fields) -> Fields:
-    """Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning`, as our two fields for it."""
+    """Translates Qwen's `enable_thinking`, DeepSeek's `thinking` and OpenRouter's `reasoning` into our two fields."""
     out = dict(fields)
     switch = out.get("enable_thinking")
     if isinstance(switch, bool):

@@ -1,8 +1,9 @@
-"""Which clients give way to others: those that leave unread what they asked for, or open connections for nothing.
+"""Decides which clients give way to others: those that leave requested answers unread, or open connections without a
+request.
 
-Each client has a number that halves every `HALF_LIFE_S`: answers that it left, and connections that brought it no
-answer, add to it; answers that it read subtract. Above `TOLERATED` it is in the background: where rows are dear, the
-scheduler gives it a part in every fourth step while others run. To stop an answer now and then does not suffice.
+Each client has a number that halves every `HALF_LIFE_S`: abandoned answers, and connections without an answer, add to
+it; answers read to the end subtract. Above `TOLERATED` the client is in the background: when rows are expensive, the
+scheduler gives it a part in every fourth step while others run. Stopping an answer now and then is not enough.
 """
 
 from __future__ import annotations

@@ -45,13 +45,13 @@ def largest_holder(holdings: Iterable[tuple[str, int]]) -> str:
 
 
 def stored_id(prefix: str, tag: str, unique: str | None = None) -> str:
-    """A new id. `tag`: of the replica that stores the object, in a cluster."""
+    """A new id. `tag`: the replica that stores the object, in a cluster."""
     unique = uuid.uuid4().hex if unique is None else unique
     return f"{prefix}{tag}-{unique}" if tag else f"{prefix}{unique}"
 
 
 def absent(id: str, tag: str) -> str:
-    """The reason why nothing of this id is stored here."""
+    """The error for an id that is not stored here."""
     match = TAGGED_ID.fullmatch(id)
     if tag and match is not None and match[1] != tag:
         return "it was stored by a replica that is gone"
@@ -91,10 +91,10 @@ T = TypeVar("T", bound=Owned)
 
 
 class ClientStore(Generic[T]):
-    """Stored objects by id. A client finds only its own."""
+    """Stored objects by id. A client sees only its own."""
 
     def __init__(self, what: str, tag: str = "") -> None:
-        """`tag`: of the replica that stores them, in a cluster."""
+        """`tag`: the replica that stores them, in a cluster."""
         self.tag = tag
         self._what = what
         self._of = dict[str, T]()
@@ -117,7 +117,7 @@ class FileStore(ClientStore[StoredFile]):
 
     @cached_property
     def _folder(self) -> tempfile.TemporaryDirectory[str]:
-        """Made with the first file; only its owner can read it."""
+        """The folder of files, created with the first one; only its owner can read it."""
         return tempfile.TemporaryDirectory(prefix="outrider-files-")
 
     def new(self, client: str, name: str, purpose: str) -> StoredFile:
@@ -169,8 +169,8 @@ class FileStore(ClientStore[StoredFile]):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    messages: list[Json]  # of the conversation, without instructions, up to and with the answer
-    items: list[Json]  # what was sent as input
+    messages: list[Json]  # the conversation up to and including the answer, without instructions
+    items: list[Json]  # the input as sent
     response: Json
 
 
@@ -182,7 +182,7 @@ class ResponseStore:
     """
 
     def __init__(self, tag: str = "") -> None:
-        """`tag`: of the replica that stores them, in a cluster."""
+        """`tag`: the replica that stores them, in a cluster."""
         self.tag = tag
         self._of: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class ResponseStore:
         self.bytes -= len(self._of.pop(oldest))
 
     def get(self, client: str, id: str, param: str | None = None) -> StoredResponse:
-        """param: the field of a request that names it, which is then the one at fault."""
+        """param: the request's field with the id, which an error names."""
         with self._lock:
             text = self._of.get((client, id))
             if text is not None:

@@ -1,7 +1,7 @@
-"""Strings of a schema as regular expressions that match the whole text: patterns and named formats.
+"""Regular expressions for strings of a schema: patterns and named formats, each matching the whole text.
 
-JSON strings get both from llguidance. Gemma 4 writes strings without JSON's quotes and escapes, so they are spelled out
-here. The formats are those that llguidance knows; their grammars are the RFCs' (3339, 4122, 5321, 1123, 4291, 3986).
+For JSON strings llguidance has both. Gemma 4 writes strings without JSON's quotes and escapes, so they are spelled out
+here. The formats are those that llguidance knows; their grammars are from RFCs 3339, 4122, 5321, 1123, 4291 and 3986.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ FORMATS = {
 
 
 def whole(pattern: str) -> str:
-    """A pattern, which may match anywhere in a text, as an expression of the whole text. ValueError for anchors inside
-    groups."""
+    """Turns a pattern that may match anywhere in a text into an expression for the whole text. Raises ValueError for
+    anchors inside groups."""
     alternatives = []
     for atoms in _alternatives(pattern):
         start = atoms[:1] == ["^"]
@@ -92,7 +92,8 @@ def _in_ascii(atoms: list[str]) -> str:
 
 @lru_cache(1024)
 def compiles(pattern: str) -> bool:
-    """Whether the grammar compiler has an automaton for this pattern: it has none for look-around and references."""
+    """True if the grammar compiler has an automaton for this pattern. It has none for look-around and
+    back-references."""
     import llguidance
 
     try:
@@ -103,7 +104,7 @@ def compiles(pattern: str) -> bool:
 
 
 def terminal(expression: str) -> str:
-    """The expression as a terminal of Lark, between slashes."""
+    """The expression as a Lark terminal, between slashes."""
     escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
     return "/" + "".join(escapes.get(atom, atom) for atom in _atoms(expression)) + "/"
 
@@ -114,7 +115,7 @@ def _atoms(pattern: str) -> list[str]:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """The atoms of the pattern cut at each `|` outside of groups and classes."""
+    """The pattern's atoms, cut at each `|` outside of groups and classes."""
     parts: list[list[str]] = [[]]
     depth = 0
     in_class = False
@@ -133,7 +134,7 @@ def _alternatives(pattern: str) -> list[list[str]]:
 
 
 def _has_anchor(atoms: list[str]) -> bool:
-    """Whether `^`, `$` or a word boundary stands outside of classes."""
+    """True if `^`, `$` or a word boundary stands outside of classes."""
     in_class = False
     for atom in atoms:
         if in_class:

@@ -1,4 +1,4 @@
-"""vLLM's and llama.cpp's routes for token ids and rendered conversations: /tokenize, /detokenize, /apply-template,
+"""Routes of vLLM and llama.cpp for token ids and rendered conversations: /tokenize, /detokenize, /apply-template,
 /tokenizer_info."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TokenizeRequest(Lenient):
 
     model_config = ConfigDict(extra="allow")
     prompt: str | None = None
-    content: str | None = None  # llama.cpp's name for it
+    content: str | None = None  # llama.cpp's name for the text
     messages: list[object] | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None

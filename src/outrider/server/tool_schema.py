@@ -1,8 +1,8 @@
-"""A tool's parameters in the part of JSON Schema that a grammar of forced calls enforces.
+"""Reduces a tool's parameters to the part of JSON Schema that a grammar of forced calls enforces.
 
 Clients write schemas of every draft and of none: pydantic, zod and MCP servers add keywords that no grammar enforces.
-`enforceable` translates the older spellings, drops what is only an annotation, and drops what cannot be enforced with
-one message for each keyword. A tool with `strict: true` refuses such a schema by the keyword's name.
+`enforceable` translates the older spellings and drops annotations. It also drops keywords that cannot be enforced, with
+one message each; a tool with `strict: true` refuses such a schema by the keyword's name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMAS = ("items", "additionalProperties")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# Keywords that restrict values and that no grammar here enforces. Others that are not listed anywhere are annotations.
+# Keywords that restrict values but are not enforced. Keywords listed nowhere are annotations.
 UNENFORCED = (
     "not", "if", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-# values of those that restrict nothing
+# their values that restrict nothing
 HARMLESS: dict[str, tuple[Json, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -37,7 +37,7 @@ MAX_REFERENCES = 512
 
 @dataclass(frozen=True)
 class ToolFunction:
-    """A function of a request. `strict`: a schema that cannot be enforced in full is refused."""
+    """A function of a request. `strict`: refuse a schema that cannot be enforced in full."""
 
     name: str
     parameters: Mapping[str, Json]
@@ -46,7 +46,7 @@ class ToolFunction:
 
 @dataclass
 class SchemaNotes:
-    """Keywords of a tool's schema that a grammar does not enforce, in the order of their discovery."""
+    """Keywords of a tool's schema that the grammar does not enforce, in order of discovery."""
 
     tool: str
     strict: bool
@@ -83,19 +83,19 @@ class _SchemaReader:
         self._root = root
         self._notes = notes
         self._names: dict[str, str] = {}  # $ref -> name of its definition
-        self.pending: dict[str, str] = {}  # those still to be read
+        self.pending: dict[str, str] = {}  # definitions still to be read
         self.definitions: dict[str, Json] = {}
-        self._exclusive: list[list[Json]] = []  # alternatives of oneOf
+        self._exclusive: list[list[Json]] = []  # the alternatives of each oneOf
 
     def check_alternatives(self) -> None:
-        """Notes oneOf where alternatives overlap: as anyOf they are enforced, but for a value that matches two."""
+        """Notes each oneOf with overlapping alternatives: enforced as anyOf, it also accepts values that match two."""
         for alternatives in self._exclusive:
             resolved = [self.definitions.get(_definition(part), part) for part in alternatives]
             if not disjoint(resolved):
                 self._notes.ignore("oneOf", "alternatives that overlap; anyOf can be enforced")
 
     def target(self, pointer: str) -> Json:
-        """The part of the root that a JSON pointer names; None if it points nowhere."""
+        """The part of the root that a JSON pointer names; None if there is none."""
         node: Json = dict(self._root)
         for escaped in pointer.removeprefix("#").lstrip("/").split("/"):
             part = escaped.replace("%25", "%").replace("%24", "$").replace("~1", "/").replace("~0", "~")
@@ -148,7 +148,9 @@ class _SchemaReader:
         if types is None:
             return
         listed = types if isinstance(types, list) else [types]
-        names = [name.lower() if isinstance(name, str) else name for name in listed]  # Gemini's clients write STRING
+        names = [
+            name.lower() if isinstance(name, str) else name for name in listed
+        ]  # Gemini's clients write types in capitals
         if names and all(isinstance(name, str) and name in TYPES for name in names):
             out["type"] = names if isinstance(types, list) else names[0]
         else:
@@ -185,7 +187,7 @@ class _SchemaReader:
         name = schema.get("format")
         types = schema.get("type", "string")
         if name is None or ("string" not in types if isinstance(types, list) else types != "string"):
-            return  # a number's format, "int32", is a note to the reader
+            return  # the format of a number ("int32") is an annotation
         if isinstance(name, str) and name in FORMATS:
             out["format"] = name
         else:
@@ -256,13 +258,13 @@ class _SchemaReader:
 
 
 def _definition(schema: Json) -> str:
-    """The name of the definition that a bare reference names; empty for other schemas."""
+    """Name of the definition that a bare reference points to; empty for other schemas."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) and len(schema) == 1 else None
     return reference.removeprefix("#/$defs/") if isinstance(reference, str) else ""
 
 
 def _current_spelling(node: Mapping[str, Json]) -> dict[str, Json]:
-    """Rewrites a schema in the words of draft 2020-12."""
+    """Rewrites a schema of an older draft in the keywords of draft 2020-12."""
     schema = dict(node)
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(exclusive), bool):  # drafts 3 and 4
@@ -277,7 +279,7 @@ def _current_spelling(node: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def disjoint(alternatives: list[Json]) -> bool:
-    """Whether no value can match two of these schemas, as far as types, constants and discriminators tell."""
+    """True if no value can match two of these schemas, as far as types, constants and discriminators tell."""
     pairs = [(a, b) for i, a in enumerate(alternatives) for b in alternatives[:i]]
     return all(isinstance(a, Mapping) and isinstance(b, Mapping) and _apart(a, b) for a, b in pairs)
 
@@ -324,7 +326,8 @@ def _names(value: Json) -> list[str]:
 
 
 def matches_pattern(pattern: str, text: str) -> bool:
-    """Whether the pattern of `patternProperties` covers this name; an expression that Python cannot read does not."""
+    """True if the pattern of `patternProperties` matches this name. An expression that Python cannot parse matches
+    nothing."""
     try:
         return re.search(pattern, text, re.ASCII) is not None
     except re.error:

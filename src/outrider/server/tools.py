@@ -1,10 +1,10 @@
-"""Tool calls out of text, as they stream: Gemma 4's own syntax, and JSON in <tool_call> tags (SmolLM2, Qwen, Hermes).
+"""Parses tool calls as they stream: Gemma 4's own syntax, and JSON in <tool_call> tags (SmolLM2, Qwen, Hermes).
 
     <|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
     <tool_call>[{"name": "weather", "arguments": {"city": "Paris", "days": 3}}]</tool_call>
 
-Both parsers emit a `call` with the name and then pieces of the arguments as JSON text, as they come. Text that turns
-out not to be a call is returned as content.
+Both parsers emit a `call` with the name, then pieces of the arguments as JSON text as they arrive. Text that turns out
+not to be a call is returned as content.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ GEMMA_HEAD = re.compile(rf"\s*call\s*:\s*({NAME})\s*")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True": "true", "False": "false"}
 CLOSERS = {"{": "}", "[": "]", '"': '"'}
-BEGINNINGS = {"": "{,[]", "{": '"}'}  # of a call's object: what may follow, white space apart
-MAX_HEAD = 160  # characters between the opening tag and the arguments
+BEGINNINGS = {"": "{,[]", "{": '"}'}  # characters that may follow, apart from white space
+MAX_HEAD = 160  # maximum characters between the opening tag and the arguments
 STRING_SYNTAX = Tags('"', "\\")
 JSON_SYNTAX = Tags("{", "}", "[", "]", '"', JSON_CLOSE)  # outside of strings
 
 
 class _Calls(TextParser):
-    """Base of both parsers: content outside of calls, white space around calls dropped, the numbering."""
+    """Base of both parsers: passes on content outside of calls, drops white space around calls, numbers the calls."""
 
     open_tag: Tags
 
@@ -90,10 +90,10 @@ class GemmaCalls(_Calls):
                 if named is None and (char == "{" or len(head) > MAX_HEAD or head.endswith(GEMMA_CLOSE)):
                     raise EndOfText(True)
         except EndOfText:
-            self._content(GEMMA_OPEN + head)  # it is no call
+            self._content(GEMMA_OPEN + head)  # not a call
             return
         self._call(named[1])
-        self._stack: list[str] = []  # what closes the brackets that are open
+        self._stack: list[str] = []  # closers of the open brackets
         self._push("{")
         try:
             yield from self._arguments()
@@ -108,7 +108,7 @@ class GemmaCalls(_Calls):
                 self._pop()
 
     def _key(self) -> Reading[bool]:
-        """Reads a key up to its colon. False: the object ended."""
+        """Reads a key up to its colon. False: the object has ended."""
         text = ""
         while True:
             char = yield from self._char()
@@ -124,7 +124,8 @@ class GemmaCalls(_Calls):
         return True
 
     def _value(self) -> Reading[bool]:
-        """Reads a value; True if the list or object ended with it. A missing value in an object is null."""
+        """Reads a value; returns True if the list or object ended with it. A missing value in an object becomes
+        null."""
         text = ""
         comma, missing = (self._comma, "") if self._in_list else ("", "null")
         try:
@@ -154,13 +155,13 @@ class GemmaCalls(_Calls):
         return False
 
     def _scalar(self, comma: str, text: str, missing: str) -> None:
-        """A bare word: a number or a JSON word as it is, anything else as a string."""
+        """Converts a bare word: numbers and JSON words stay, anything else becomes a string."""
         known = WORDS.get(text) or (text if NUMBER.fullmatch(text) else _dumps(text) if text else missing)
         self._args(comma + known if known else "")
         self._comma = ","
 
     def _string(self) -> Reading[None]:
-        """Reads a string in JSON's quotes to its end. What follows a backslash stays as it is."""
+        """Reads a string in JSON's quotes to its end. Escapes stay as they are."""
         while True:
             span, is_syntax = yield from self._span(STRING_SYNTAX)
             if span == '"':
@@ -189,14 +190,15 @@ class GemmaCalls(_Calls):
 
 
 class JsonCalls(_Calls):
-    """One object or a list of objects with `name` and `arguments` (or `parameters`). Arguments behind the name are
-    passed on as they come; of an object in another order, when it is whole."""
+    """Parses one object or a list of objects with `name` and `arguments` (or `parameters`). Arguments behind the name
+    are passed on as they arrive; an object in another order, when it is complete."""
 
     open_tag = Tags(JSON_OPEN)
     close_tag = Tags(JSON_CLOSE)
 
     def _block(self) -> Reading[None]:
-        """Without a call, the block is content; beside calls, text that is not JSON of the right shape is dropped."""
+        """Reads a block. Without a call it is content; beside calls, text that is not JSON of the right shape is
+        dropped."""
         self._raw = [JSON_OPEN]
         before = self.calls
         try:
@@ -211,7 +213,8 @@ class JsonCalls(_Calls):
             self._content("".join(self._raw))
 
     def _object(self) -> Reading[bool]:
-        """The next object: up to its last brace or, outside of strings, the closing tag. False: the block ended."""
+        """Reads the next object, up to its last brace or, outside of strings, the closing tag. False: the block has
+        ended."""
         text = ""
         stage = "head"
         nesting = _Nesting()
@@ -225,7 +228,7 @@ class JsonCalls(_Calls):
                     return False
                 first = span.lstrip()[:1]
                 if stage == "head" and first and first not in BEGINNINGS.get(text.strip(), first):
-                    self._read_again(span[span.index(first) + 1 :])  # a tag may stand there
+                    self._read_again(span[span.index(first) + 1 :])  # a tag may begin there
                     raise _Broken
                 if not text and span != "{":
                     continue
@@ -250,7 +253,7 @@ class JsonCalls(_Calls):
             raise
 
     def _read_again(self, rest: str) -> None:
-        """Takes back the end of the last span."""
+        """Returns the end of the last span to the unread text."""
         self._position -= len(rest)
         self._raw.append(self._raw.pop().removesuffix(rest))
 
@@ -262,7 +265,7 @@ class JsonCalls(_Calls):
             self._whole(text + "".join(reversed(nesting.open)))
 
     def _whole(self, text: str) -> None:
-        """Emits the call that a whole object describes."""
+        """Emits the call that a complete object describes."""
         call = loaded(text)
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(name, str) or not re.fullmatch(NAME, name):
@@ -276,7 +279,7 @@ class JsonCalls(_Calls):
 
 
 class _Nesting:
-    """Closers of the strings and brackets of a JSON text that are open."""
+    """Closers of the open strings and brackets of a JSON text."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -287,7 +290,7 @@ class _Nesting:
         return bool(self.open) and self.open[-1] == '"'
 
     def feed(self, span: str) -> None:
-        """span: one character of the syntax, or text without any."""
+        """Follows a span: one character of JSON's syntax, or text without any."""
         if self.quoted:
             if span == '"' and not self._escaped:
                 self.open.pop()

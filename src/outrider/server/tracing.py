@@ -28,7 +28,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """Spans go to a collector by OTLP over HTTP, in batches, off the event loop."""
+        """Exports spans to a collector by OTLP over HTTP, in batches, off the event loop."""
         with bad_input(ModuleNotFoundError, lambda e: f"--otel-endpoint needs {e.name}: pip install 'outrider[otel]'"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -42,7 +42,7 @@ class Tracing:
     def ended(
         self, headers: Mapping[str, str], request_id: str, route: str, answer: Answer, model: str, began: float
     ) -> None:
-        """Records a call that has ended. began: its arrival by time.time(). `traceparent` names the parent."""
+        """Records a finished call. began: its arrival by time.time(). The header `traceparent` names the parent."""
         end = time.time()
         choices = answer.choices
         attributes: dict[str, str | int | float | list[str]] = {
@@ -80,7 +80,7 @@ class Tracing:
         span.end(_ns(end))
 
     def close(self) -> None:
-        """Sends the spans that wait."""
+        """Exports the remaining spans."""
         self._provider.shutdown()
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .prepare import Preparer
 
 MAX_FILE_SECONDS = 600.0
-MAX_HINT = 2_000  # characters of `prompt`
+MAX_HINT = 2_000  # maximum characters of `prompt`
 # an answer that repeats itself ends: tokens of a piece
 TOKENS_PER_SECOND = 16
 MIN_TOKENS = 32
@@ -50,7 +50,7 @@ HINT = "\n* This text stands before it, or shows its names and its style: {hint}
 
 
 class TranscriptionForm(FailFastModel):
-    """The fields of a form beside its file. Texts become numbers; a field that is empty was not sent."""
+    """Fields of a form beside its file, converted from text. Empty fields count as not sent."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -93,13 +93,13 @@ class JsonSound(Lenient):
 
 
 class TranscriptionRequest(ChatRequest):
-    """A conversation of one message, the instruction; the sound stands behind it."""
+    """A conversation of one message, the instruction; the sound follows it."""
 
     sound: bytes
     format: Literal["json", "text", "verbose_json"]
     task: Literal["transcribe", "translate"]
     language: str
-    seconds: float = 0.0  # of the whole file, known when it is decoded
+    seconds: float = 0.0  # length of the whole file, known after decoding
 
     @property
     def has_media(self) -> bool:
@@ -110,7 +110,7 @@ class TranscriptionWire(Wire):
     def __init__(self, content_type: str, task: Literal["transcribe", "translate"]) -> None:
         self._content_type = content_type
         self._task = task
-        self._num_sent = 0  # characters of the text that were streamed
+        self._num_sent = 0  # characters streamed so far
         self.whole_type = JSON_TYPE
 
     def check_type(self, kind: str, from_browser: bool) -> None:
@@ -118,7 +118,7 @@ class TranscriptionWire(Wire):
             refuse_other_types(self._content_type)
 
     def read(self, raw: bytes) -> ChatRequest:
-        """Forms hold sound, whose bytes are not counted as JSON's are."""
+        """Reads a form without counting its values: the bytes of sound are not JSON."""
         is_form = self._content_type.partition(";")[0].strip().lower() == FORM
         if not is_form:
             return read(raw, self.parse)
@@ -199,7 +199,7 @@ class JsonFields(FailFastModel):
 
 
 def instruction(task: str, language: str, hint: str) -> str:
-    """Instruction to the model about the clip behind it. language: of the speech; empty: not known."""
+    """Instruction to the model about the clip that follows. language: the language of the speech; empty if unknown."""
     if task == "translate":
         source = f" in {language}" if language else ""
         text = f"Translate the following speech segment{source} into English text." + STYLE.format(result="translation")
@@ -240,7 +240,7 @@ def usage(answer: Answer) -> Json:
 
 # ---- to the engine
 def transcription_job(preparer: Preparer, body: TranscriptionRequest) -> Job:
-    """One engine request for each piece of the file."""
+    """Makes one engine request per piece of the file."""
     encoder = preparer.backend.audio
     if isinstance(encoder, str):
         raise bad(f"{encoder[:1].upper()}{encoder[1:]}.", "model")
@@ -273,7 +273,7 @@ def _with_clip(ids: list[int], encoder: AudioEncoder, piece: np.ndarray) -> list
 
 
 def cut_into_pieces(samples: np.ndarray) -> list[np.ndarray]:
-    """Pieces of at most 30 s, none shorter than a second unless it is the only one."""
+    """Cuts sound into pieces of at most 30 s. None is shorter than a second unless it is the only one."""
     longest = int(MAX_SECONDS * SAMPLE_RATE)
     pieces: list[np.ndarray] = []
     while len(samples) > longest:

@@ -1,4 +1,4 @@
-"""Returns freed memory that the C library has kept to the system (malloc_trim), after a garbage collection: ended
+"""Returns freed memory that the C library has kept to the system (malloc_trim), after a garbage collection: closed
 connections are reference cycles, and the collector does not run by itself while no objects are created."""
 
 from __future__ import annotations
