@@ -29,7 +29,7 @@ PLAIN = "plain"
 # have in common with it
 Settings = Mapping[str, Any]
 CellKey = tuple[str, float, int, str, int]  # contestant, temperature, batch, group, repeat
-Answer = tuple[list[int], RequestStats]  # token ids; times and, of ours, counts of drafts
+Answer = tuple[list[int], RequestStats]  # token ids; times and, for our engine, draft counts
 
 
 class Contestant(Protocol):
@@ -37,7 +37,7 @@ class Contestant(Protocol):
     def name(self) -> str: ...
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
-        """All answers, and the seconds of the whole batch without its prompts' processing."""
+        """All answers, and the seconds of the whole batch without prefill."""
         ...
 
 
@@ -96,8 +96,8 @@ class Cell:
     group: str  # the ids of its prompts, joined
     repeat: int
     category: str
-    seconds: float  # of the decoding
-    tokens: int  # decoded in them
+    seconds: float  # decoding time
+    tokens: int  # tokens decoded in that time
     ttft_s: float  # median over the group
     digest: str  # of all token ids: equal digests, equal answers
     # sums over the answers
@@ -139,12 +139,12 @@ class Cell:
 
 
 class Store:
-    """The folder of one run."""
+    """The result folder of one run."""
 
     def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
         self.path = folder / "cells.jsonl"
         wanted = json.loads(json.dumps(settings))
-        # one that failed before its first cell is none
+        # a run that failed before its first cell does not count
         if (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size:
             require(resume, f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
             stored = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -188,7 +188,7 @@ def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 def run(
     contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: Settings, store: Store
 ) -> Iterator[Cell | None]:
-    """Runs all missing cells: yields each as it is done, None for one that was there already."""
+    """Runs all missing cells; yields each when it is done, None for one that already was."""
     warm: set[str] = set()
     for temperature, batch in product(settings["temperatures"], settings["batches"]):
         for (index, group), repeat in product(enumerate(groups(prompts, batch)), range(settings["repeats"])):

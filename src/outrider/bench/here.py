@@ -52,8 +52,7 @@ def here(weight_bytes: float) -> Hardware:
 
 
 def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float, memory: float) -> Hardware:
-    """The machine on which a product with this number of weights takes `one` seconds for one row and `many` for
-    `rows`."""
+    """A machine on which a product with this many weights takes `one` seconds for one row and `many` for `rows`."""
     row = max((many - one) / (rows - 1), 0.01 * one)
     moving = max(one - row, 0.1 * one)
     bandwidth = weights * weight_bytes / moving / 1e9
@@ -69,7 +68,7 @@ def _gpu() -> Hardware:
     bandwidth = big.numel() * 4 / _best(lambda: big.sum()) / 1e9
     rate = 2.0 * side**3 / _best(lambda: square @ square) / 1e12
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-    # the rates are shares of vendors' figures, of which these two reach so much
+    # rates are shares of vendors' figures; these two measurements reach the given share of them
     return Hardware(
         f"{torch.cuda.get_device_name()} (measured)", bandwidth / SUM_REACH, rate / PRODUCT_REACH, memory=memory
     )

@@ -14,12 +14,12 @@ import httpx
 
 from ..types import bad_input
 
-Summary = dict[str, Any]  # as `summary` makes it and --json writes it
+Summary = dict[str, Any]  # made by `summary`, written by --json
 
 
 @dataclass
 class Timing:
-    """One answer: when its chunks came and how many tokens each held."""
+    """Arrival times of one answer's chunks, and the tokens in each."""
 
     began: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -33,7 +33,8 @@ class Timing:
 
     @property
     def per_token(self) -> list[float]:
-        """A chunk of m tokens after g seconds is m times g/m. The first chunk belongs to the time to first token."""
+        """Times between tokens. A chunk of m tokens after g seconds counts as m times g/m. The first chunk belongs to
+        the time to first token."""
         return [(at - before) / n for (before, _), (at, n) in pairwise(self.chunks) for _ in range(n)]
 
     @property
@@ -129,7 +130,7 @@ def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: in
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Nearest rank; zeros when there is nothing to rank."""
+    """Nearest rank; zeros for an empty list."""
     ordered = sorted(values) or [0.0]
     ranked = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 95, 99)}
     return {**ranked, "max": ordered[-1]}

@@ -1,6 +1,5 @@
-"""The machines that `outrider predict` and `outrider inspect` know: vendors' figures and the rates our kernels reach.
-Torch-free.
-"""
+"""The machines that `outrider predict` and `outrider inspect` know: vendors' figures, and the rates that our kernels
+reach. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ class Hardware:
     memory: float
     rates: Rates = H200
     is_cpu: bool = False
-    narrow_drafter: bool = True  # a drafter's large head and layers are read in 8 bits
-    measured: bool = False  # our engine's steps were measured on it
+    narrow_drafter: bool = True  # the drafter's large head and layers are stored in 8 bits
+    measured: bool = False  # steps of our engine were measured on it
 
     @property
     def memory_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""Other engines for comparison, where installed: same weights, same prompt ids, same machine.
+"""Other engines for comparison, if installed: same weights, same prompt ids, same machine.
 
-The share of texts that equal ours is for information: another engine rounds differently, and a sampled text depends on
+The share of texts equal to ours is informational: another engine rounds differently, and its sampled texts depend on
 its own random numbers.
 """
 
@@ -33,7 +33,7 @@ class Transformers:
         import torch._meta_registrations
         from transformers import AutoModelForCausalLM
 
-        # transformers makes models without memory: all of torch's rules (cli/quick.py)
+        # transformers builds models on meta tensors, which need all of torch's rules (cli/quick.py)
         _ = torch._meta_registrations.register_meta
 
         self.encode = llm.encode_chat
@@ -54,7 +54,7 @@ class Transformers:
         steps: list[tuple[float, int]] = []
 
         def clock(input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-            """A stopping criterion that never stops: it looks at the watch after every step."""
+            """A stopping criterion that never stops; it records the time after every step."""
             steps.append((time.perf_counter(), input_ids.shape[1]))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -134,7 +134,7 @@ class LlamaCpp:
 
 
 def cores(load: LoadSettings) -> int:
-    """Threads: as many as we take ourselves."""
+    """Number of threads: as many as our engine uses."""
     return load.threads or usable_cores()
 
 
@@ -152,7 +152,7 @@ PEERS: dict[str, tuple[Callable[[LLM, Path, LoadSettings], Contestant], str]] = 
 
 
 def build(name: str, llm: LLM, path: Path, load: LoadSettings) -> Contestant:
-    """path: the checkpoint that the LLM was loaded from, a folder or a .gguf file."""
+    """path: the checkpoint of the loaded LLM, a folder or a .gguf file."""
     require(name in PEERS, f"unknown peer {name!r}; known: {', '.join(PEERS)}")
     peer, package = PEERS[name]
     reason = f"is not installed (pip install {package})"

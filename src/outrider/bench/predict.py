@@ -45,7 +45,7 @@ class Acceptance:
     @staticmethod
     def parse(text: str) -> Acceptance:
         """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (as engines report it), converted to one
-        probability per token. '0.84,0.60,0.39': the probability that the first 1, 2, 3 … tokens are right."""
+        probability per token. '0.84,0.60,0.39': the probabilities that the first 1, 2, 3 … tokens are right."""
         rule = "give a share such as 0.72 or 0.58@8, or falling chances by position 0.84,0.60,0.39"
         with bad_input(ValueError, lambda _: f"--accept {text!r}: {rule}"):
             if "," in text:
@@ -58,7 +58,8 @@ class Acceptance:
 
     @staticmethod
     def by_position(values: Sequence[float], said: str) -> Acceptance:
-        """The probabilities that the first 1, 2, 3 … tokens are right; beyond the last they fall at the same rate."""
+        """Acceptance from the probabilities that the first 1, 2, 3 … tokens are right; beyond the last they fall at the
+        same rate."""
         out = list(values)
         ratio = out[-1] / out[-2] if len(out) > 1 and out[-2] > 0 else 0.0
         while len(out) < MAX_DRAFT:
@@ -73,8 +74,8 @@ class Acceptance:
 
 
 def chance(share: float, k: int) -> float:
-    """The probability that a drafted token is right, given those before it were: one for all positions, such that
-    `share` of k tokens is accepted."""
+    """The conditional probability, equal for all positions, that a drafted token is right, such that `share` of k
+    tokens is accepted."""
     if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
         raise ValueError(share)
     low = 0.0
@@ -93,8 +94,8 @@ class Setup:
     on: Hardware
     batch: int = 1
     context: int = 1024
-    weight_bytes: float = 2.0  # of a weight that a token reads, on average
-    kv_item: float = 2.0  # bytes of a number of K/V
+    weight_bytes: float = 2.0  # average bytes per weight that a token reads
+    kv_item: float = 2.0  # bytes per number of K/V
     gpus: int = 1  # cards that share the weights
 
 
@@ -194,7 +195,7 @@ class DraftWork:
 
 
 def draft_work(setup: Setup) -> DraftWork | None:
-    """None without a drafter: n-gram matches take no time."""
+    """Work of one draft step; None without a drafter: n-gram matches take no time."""
     config = setup.drafter
     if config is None:
         return None
@@ -234,8 +235,8 @@ def draft_seconds(setup: Setup, k: int) -> float:
 class Point:
     k: int
     cycle_ms: float
-    tokens: float  # a cycle and sequence
-    ms_per_token: float  # of one sequence
+    tokens: float  # per cycle and sequence
+    ms_per_token: float  # for one sequence
     speedup: float
 
 
@@ -254,7 +255,7 @@ def sweep(setup: Setup, accept: Acceptance) -> list[Point]:
 
 
 def basis(setup: Setup) -> str:
-    """One sentence: was this measured, or how far from it is the prediction?"""
+    """One sentence on whether this was measured, and if not, how far the prediction is from a measurement."""
     if not setup.on.measured:
         how = "bandwidth and arithmetic of this machine" if "(measured)" in setup.on.label else "vendor's figures"
         return f"not measured: {how}, with the shares of them that our kernels reach elsewhere"
@@ -271,7 +272,7 @@ def basis(setup: Setup) -> str:
 
 
 def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
-    """The speeds that `outrider predict` shows, as plain data."""
+    """The speeds that `outrider predict` prints, as plain data."""
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
     plain = verify_time(setup, 0)
@@ -299,10 +300,10 @@ def predict(setup: Setup, accept: Acceptance) -> ForeignDict:
 
 
 # ---- images and sound
-# of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
+# share of the matrix rate: towers reach 21 to 40 % on an H200 from 266 tokens on
 TOWER_REACH = 0.35
 PROMPT_REACH = 0.5
-CPU_RATE = 0.25  # of a CPU's 8-bit rate: a tower multiplies floats
+CPU_RATE = 0.25  # share of a CPU's 8-bit rate: towers multiply floats
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class SoftCost:
 
 
 def image_costs(vision: VisionConfig, setup: Setup) -> list[SoftCost]:
-    """One for each budget of `--image-tokens`; Gemma 3 has one."""
+    """Cost of an image at each budget of `--image-tokens`; Gemma 3 has one budget."""
     budgets = (vision.tokens,) if vision.tokens else IMAGE_TOKENS
     return [soft_cost(tokens, vision.flops(tokens), setup) for tokens in budgets]
 
@@ -343,7 +344,7 @@ def soft_cost(tokens: int, tower_flops: float, setup: Setup) -> SoftCost:
 
 
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
-    """Why speculation pays little or not at all here; empty if it pays."""
+    """Reason why speculation gains little or nothing here; empty if it pays."""
     if best.speedup >= 1.3:
         return []
     reasons = []

@@ -20,7 +20,7 @@ from ..llm import LLM, Completion
 from ..types import MAX_DRAFT, OutriderError, SamplingParams
 
 BATCH = 8
-Tokens = Sequence[list[int]]  # of several prompts or answers
+Tokens = Sequence[list[int]]  # token ids of several prompts or answers
 COMPARED = {
     "row invariance": "logits of a position computed alone, in blocks and in a batch, bit for bit",
     "identity": "tokens of plain decoding with those of every drafter and K",
@@ -43,7 +43,7 @@ def prove(
     for temperature in temperatures:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
         cases = [(params, prompts)]
-        if temperature > 0:  # filters take a path of their own on some devices, and a slow one: fewer prompts
+        if temperature > 0:  # some devices filter on a separate, slow path: fewer prompts
             cases.append((replace(params, top_p=0.95), prompts[:BATCH]))
         for params, some in cases:
             plain = [llm.generate(p, params, drafter=False)[0].token_ids for p in some]
@@ -128,7 +128,7 @@ def _rows(llm: LLM, caches: Sequence[SeqCache], sequences: Tokens, begins: Seque
 def identity(
     llm: LLM, prompts: Tokens, plain: Tokens, answers: Tokens, params: SamplingParams, drafted: str
 ) -> ProofResult:
-    """Whether the answers are those of plain decoding; drafted: how they were made, in words."""
+    """Compares answers with those of plain decoding. drafted: describes how they were drafted."""
     case = f"{sampled(params)}, {drafted}"
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
@@ -161,8 +161,7 @@ def _logprob_gap(
 
 # ---- 3
 def answers(llm: LLM, prompts: Tokens, params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
-    """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the
-    way."""
+    """Compares whole answers except statistics, with log-probabilities and a stop string that occurs in them."""
     requests = []
     for prompt in prompts:
         text = llm.generate(prompt, params, drafter=False)[0].text

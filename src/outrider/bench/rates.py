@@ -15,15 +15,15 @@ class Rates:
     reach16: float  # share of the bandwidth when reading weights of 16 bits
     reach8: float
     reach4: float
-    expert_reach: float  # of experts' weights, as a share of the reach for their bits
+    expert_reach: float  # reach of experts' weights, relative to that for their bits
     kv_reach: float
     rate16: float  # share of the matrix rate with weights of 16 bits
     narrow_rate: float  # with weights of 4 to 8 bits
     narrow_rate_few: float  # the same, in passes of up to FEW_ROWS rows
-    sharpness: float  # moving bytes and arithmetic overlap as a norm of this order; 1: not at all
-    kernel_us: float  # of one kernel inside a captured graph
-    ple_us: float  # more per layer that has its own embeddings
-    moe_us: float  # more per layer of experts
+    sharpness: float  # order of the norm by which moving bytes and arithmetic overlap; 1: no overlap
+    kernel_us: float  # per kernel inside a captured graph
+    ple_us: float  # additional per layer with its own embeddings
+    moe_us: float  # additional per layer of experts
     row_us: float  # per layer, times the number of further rows to the power of `row_power`
     row_power: float
     draft_layer_us: float  # per layer of a drafter and draft step
@@ -36,14 +36,14 @@ class Rates:
         return replace(self, **bytes_read, **arithmetic)
 
 
-FEW_ROWS = 40  # rows up to which products of quantised weights have kernels of their own
+FEW_ROWS = 40  # maximum rows of the kernels for few rows of quantised products
 
 
 @dataclass(frozen=True)
 class Cell:
     """A published measurement: milliseconds of one cycle at CONTEXT tokens."""
 
-    size: str  # of Gemma 4
+    size: str  # Gemma 4's size
     format: str  # bf16, int4, fp8, …
     batch: int
     k: int

@@ -41,8 +41,8 @@ class Row:
     high: float | None
     ttft_ms: float
     tokens_per_cycle: float | None
-    acceptance: float | None  # of drafted tokens
-    by_position: tuple[float, ...]  # acceptance by position, of those drafted there
+    acceptance: float | None  # share of drafted tokens accepted
+    by_position: tuple[float, ...]  # share of the tokens drafted at each position
     identical: float | None  # share of prompts answered with plain decoding's very tokens
 
 
@@ -70,7 +70,7 @@ class _Median:
 
 
 def _medians(cells: Sequence[Cell]) -> dict[str, _Median]:
-    """By group; groups too short to time (an answer of one step) are left out."""
+    """Medians by group; groups too short to time (answers of one step) are left out."""
     by: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.tokens > 0 and cell.seconds > 0:
@@ -153,7 +153,7 @@ def by_setting(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def html(settings: Mapping[str, object], rows: Sequence[Row], command: str) -> str:
-    """One self-contained page. Charts and tables scroll by themselves on a narrow screen."""
+    """One self-contained page. On a narrow screen its charts and tables scroll separately."""
     sections = []
     for title, here in by_setting(rows):
         drafted = [r for r in here if r.category == ALL and r.by_position]

@@ -23,14 +23,14 @@ from ..ops.reference import Backend, ReferenceOps
 from ..types import OutriderError, require
 from ..weights.load import load_target
 
-MOST = 512  # tokens of the sample
+MOST = 512  # maximum tokens of the sample
 
 
 @dataclass(frozen=True)
 class Rounding:
     tokens: int
     perplexity: float
-    float32: float  # its perplexity
+    float32: float  # perplexity with float32 weights
     logit_error: float  # root mean square over that of the float32 logits' spread around each row's mean
     same_best: float  # share of positions with the same most likely token
 
@@ -44,8 +44,8 @@ class Rounding:
 
 
 class AsOnGpu(ReferenceOps):
-    """The reference with matrices rounded as on a GPU (and multiplied in float32; the rounding of bfloat16 products is
-    not included)."""
+    """The reference with matrices rounded as on a GPU, multiplied in float32; the rounding of bfloat16 products is not
+    included."""
 
     capabilities = replace(ReferenceOps.capabilities, quantizes=tuple(MODES))
 
@@ -55,7 +55,7 @@ class AsOnGpu(ReferenceOps):
 
 
 def measure(model: str, quantize: str | None, kv_dtype: str = "auto", gpu: bool = False) -> Rounding:
-    """On the package's sample text. gpu: rounded as there, instead of as the CPU kernels do."""
+    """Measures on the package's sample text. gpu: weights rounded as on a GPU, instead of as by the CPU kernels."""
     backend = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
     rounded, ids = forced(model, backend, quantize=quantize, kv_dtype=kv_dtype)
     logits, _ = forced(model, ops_module.choose("cpu", "reference"), None)
@@ -68,7 +68,7 @@ def measure(model: str, quantize: str | None, kv_dtype: str = "auto", gpu: bool 
 
 
 def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
-    """Logits [T - 1, V] that the text's tokens [T] were predicted with, in passes of 64 tokens."""
+    """Logits [T - 1, V] that predict the text's tokens [T], in passes of 64 tokens."""
     config, weights, files = load_target(model, "cpu", dtype=torch.float32, ops=ops, quantize=quantize)
     text = resources.files("outrider").joinpath("assets/bench/sample.txt").read_text(encoding="utf-8")
     ids = torch.tensor(Tokenizer(files).encode(text, bos=True)[: min(MOST, config.max_context)])

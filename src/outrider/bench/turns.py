@@ -29,11 +29,11 @@ class Comparison:
     drafting: Completion
     plain: Completion
     rounds: int
-    identical: bool  # the tokens of all runs
+    identical: bool  # all runs gave the same tokens
 
     @property
     def speedup(self) -> float:
-        """0 if the answers are too short to compare."""
+        """Speed of drafting relative to plain decoding; 0 if the answers are too short to compare."""
         plain_tps = self.plain.stats.decode_tps
         return self.drafting.stats.decode_tps / plain_tps if plain_tps else 0.0
 
@@ -47,8 +47,8 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     drafting_first: bool = True,
 ) -> Comparison:
-    """`first`: a run with drafts that took place already; it begins the first round. `drafting_first`: which side
-    begins otherwise."""
+    """`first`: a finished run with drafts, which begins the first round. `drafting_first`: which side begins
+    otherwise."""
     runs: dict[bool, list[Completion]] = {True: [], False: []}
     begins = drafting_first or first is not None
     if first is not None:
@@ -75,7 +75,7 @@ def _fastest(runs: list[Completion]) -> Completion:
 
 
 def decoder(llm: LLM, ids: list[int], params: SamplingParams) -> Decode:
-    """Runs a request plainly or with drafts, without earlier runs' entries in the prefix cache."""
+    """Runs a request plainly or with drafts, without entries of earlier runs in the prefix cache."""
 
     def decode(drafts: bool) -> Completion:
         llm.engine.store.prefix.clear()

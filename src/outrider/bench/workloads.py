@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
 def load_suite(
     suite: str, data: Path | None = None, limit: int | None = None, categories: Sequence[str] = ()
 ) -> list[Prompt]:
-    """`limit`: at most this many prompts per category, the first ones."""
+    """`limit`: maximum prompts per category; the first are taken."""
     if suite == "quick":
         files = [QUICK]
     elif suite == "full":

@@ -94,7 +94,7 @@ def bench(asked: BenchOptions, load: LoadSettings) -> None:
 
 
 def _report(folder: Path, settings: Settings, as_json: bool) -> None:
-    """Prints a run's results, and writes them as a page."""
+    """Prints a run's results and writes them as a page."""
     from ..bench import harness, report
 
     rows = report.summarise(list(harness.read_cells(folder)))
@@ -107,7 +107,7 @@ def _report(folder: Path, settings: Settings, as_json: bool) -> None:
             above = ["", *(row.category for row in some)]
             cells = [(r.category if r.category != last else "", *report.texts(r)) for r, last in zip(some, above)]
             shown = common.table(("category", *report.COLUMNS), cells, ("category", "contestant"), title=title)
-            # a pipe's 80 columns are too few
+            # the 80 columns of a pipe are too few
             Console(width=max(out.width, 110), highlight=False).print(shown)
         out.print(f"report: {page}")
     for row in rows:
@@ -119,8 +119,8 @@ def _report(folder: Path, settings: Settings, as_json: bool) -> None:
 
 
 def _modes(drafters: Sequence[str], ks: Sequence[str], trees: Sequence[str]) -> list[DraftMode]:
-    """Plain decoding first. Each drafter is named by its path's last part, or by the whole path if others end alike, as
-    the folders of two training runs do (a/drafter, b/drafter)."""
+    """Drafting modes to compare, plain decoding first. A drafter is named by the last part of its path, or by the whole
+    path if two end alike, as folders of training runs do (a/drafter, b/drafter)."""
     from ..bench.harness import PLAIN, DraftMode
 
     last = [Path(drafter).name for drafter in drafters]
@@ -129,7 +129,7 @@ def _modes(drafters: Sequence[str], ks: Sequence[str], trees: Sequence[str]) -> 
     for drafter, k, tree in product(drafters, (k for k in lengths if k != 0), trees):
         short = Path(drafter).name
         name = f"{short if last.count(short) == 1 else drafter}/{'auto' if k is None else f'K={k}'}"
-        if len(trees) == 1:  # it is loaded so
+        if len(trees) == 1:  # set when the model is loaded
             draft_modes.append(DraftMode(name, drafter, k))
         else:
             draft_modes.append(DraftMode(f"{name} tree={tree}", drafter, k=k, tree=parse_tree(tree)))

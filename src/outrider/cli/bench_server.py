@@ -92,7 +92,7 @@ def bench_server(asked: LoadTestOptions) -> None:
 
 @contextmanager
 def server(target: str, drafter: str, most: int, key: str | None) -> Iterator[str]:
-    """Yields a URL as it is; serves a model on a free port while the test runs."""
+    """Yields a URL as it is; for a model, serves it on a free port while the test runs."""
     if target.startswith(("http://", "https://")):
         yield target.rstrip("/")
         return
@@ -112,7 +112,7 @@ def short(value: float) -> str:
 
 
 def median_and_95th(seconds: Mapping[str, float]) -> str:
-    """Both, in milliseconds."""
+    """Median and 95th percentile, in milliseconds."""
     return f"{short(1e3 * seconds['p50'])}/{short(1e3 * seconds['p95'])}"
 
 

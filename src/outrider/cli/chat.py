@@ -112,10 +112,10 @@ class Conversation:
         self.draft_tokens: int | None = None
         self.drafter: bool | str = True
         self.turns: list[RequestStats] = []
-        self.attached: list[dict[str, str]] = []  # parts of the next message: images and clips
+        self.attached: list[dict[str, str]] = []  # images and clips of the next message
 
     def run(self) -> None:
-        interrupted = False  # by the last key on an empty line
+        interrupted = False  # the last key on an empty line was Ctrl-C
         while True:
             try:
                 line = terminal.read(self.terminal).strip()
@@ -137,7 +137,7 @@ class Conversation:
             note("outrider chat --continue goes on with this conversation")
 
     def react(self, line: str) -> None:
-        """Runs a command or answers a message; what goes wrong is said, and the conversation goes on."""
+        """Runs a command or answers a message. Errors are printed, and the conversation continues."""
         try:
             if COMMAND.fullmatch(line):
                 self.command(line)
@@ -145,13 +145,13 @@ class Conversation:
                 self.answer(line)
         except OutriderError as error:
             err.print(str(error), style="red")
-        except OSError as error:  # of /save and /load
+        except OSError as error:  # from /save and /load
             err.print(f"{error.filename or line.partition(' ')[2]}: {error.strerror or error}", style="red")
         except KeyboardInterrupt:  # while an attachment is read
             out.print()
 
     def resume(self, messages: list[dict[str, Any]]) -> None:
-        """Goes on after these messages; a system message given now takes the place of theirs."""
+        """Continues after these messages; a system message given now replaces theirs."""
         system = [message for message in self.messages if message["role"] == "system"]
         if system:
             messages = [message for message in messages if message["role"] != "system"]
@@ -240,8 +240,8 @@ class Conversation:
         self.answer(self.messages[questions[-1]]["content"], self.messages[: questions[-1]])
 
     def answer(self, content: str | list[dict[str, str]], before: Sequence[dict[str, Any]] | None = None) -> None:
-        """content: a text, or the parts of an earlier message; before: the messages before it, if not all. A message
-        that is refused leaves the conversation as it was."""
+        """content: a text, or the parts of an earlier message. before: the messages before it, if not all. A refused
+        message leaves the conversation unchanged."""
         pending = self.attached if isinstance(content, str) else []
         if pending:
             content = [*pending, {"type": "text", "text": str(content)}]
@@ -306,7 +306,7 @@ def last_path() -> Path:
 
 
 def store_conversation(model: str, messages: list[dict[str, Any]]) -> None:
-    """Stores the conversation for --continue. If the cache cannot be written, it is not stored."""
+    """Stores the conversation for --continue. If the cache is not writable, it is not stored."""
     path = last_path()
     with suppress(OSError, UnicodeEncodeError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Code that the commands share: options as typer types, loading, the line of statistics, the stable JSON object."""
+"""Code that commands share: options as typer types, loading, the line of statistics, the stable JSON object."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 Command = Callable[..., None]
 if not os.environ.get("COLUMNS", "").strip("0"):
-    os.environ.pop("COLUMNS", None)  # a terminal that tells no width has 0 of them: rich would print nothing at all
-# Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Colours are styles.
+    os.environ.pop("COLUMNS", None)  # a terminal without a known width reports 0: rich would print nothing
+# Paths, prompts and answers are printed verbatim: brackets and colons are not markup. Colours come from styles.
 out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
@@ -82,19 +82,19 @@ PROMPTS = (  # default prompts
 
 
 def note(line: str) -> None:
-    """A line for the user that is not part of the result: it goes to stderr."""
+    """Prints a line that is not part of the result, on stderr."""
     err.print(line, style="dim", soft_wrap=not err.is_terminal)  # on a terminal words stay whole
 
 
 def note_of(others: OtherLoad) -> None:
-    """Says that other programs used the machine during a timing, if they did."""
+    """Reports the load of other programs during a timing, if there was any."""
     line = others.line()
     if line is not None:
         err.print(line, style="yellow")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Collection[str], **style: Any) -> Table:
-    """Columns are figures, right-aligned, but for those of `texts`, which may be wrapped."""
+    """Columns are right-aligned figures, except those in `texts`, which may wrap."""
     columns = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left", **style)
     for head in heads:
         text = head in texts
@@ -135,27 +135,27 @@ SHARED = ("max_tokens", "temperature", "top_p", "top_k", "seed")  # [defaults] o
 
 
 def loading(*names: str) -> Callable[[Command], Command]:
-    """Gives a command these load options; it gets their values as its parameter `load`, a `LoadSettings`."""
+    """Gives a command these load options; it receives their values as its parameter `load`, a `LoadSettings`."""
     switch = typer.Option("--audio-weights/--no-audio", help=OPTIONS["audio"].help)  # --audio names a file
     known = OPTIONS | {"audio": replace(OPTIONS["audio"], help=switch)}
     return offering("load", {name: known[name] for name in names}, LoadSettings.of)
 
 
 def serving(settings: type) -> Callable[[Command], Command]:
-    """Gives a command the options of server settings, as a function that makes them."""
+    """Gives a command the options of server settings; it receives a function that makes the settings."""
     return offering("server", options(settings), lambda given: functools.partial(settings, **given))
 
 
 def taking(settings: type) -> Callable[[Command], Command]:
-    """Gives a command the fields of a dataclass as arguments and options; it gets them as its parameter `asked`."""
+    """Gives a command the fields of a dataclass as arguments and options; it receives them as its parameter `asked`."""
     return offering("asked", options(settings), lambda given: settings(**given))
 
 
 def offering(
     parameter: str, named: Mapping[str, Option], make: Callable[[dict[str, object]], object]
 ) -> Callable[[Command], Command]:
-    """Gives a command more options; it gets the object made from them as that parameter. An annotation ends with the
-    help of its option, or a typer option; fields without such a one are no options."""
+    """Gives a command more options; it receives the object made from them as that parameter. An annotation's last item
+    is the help of its option, or a typer option; other fields become no options."""
     described = (str, OptionInfo, ArgumentInfo)
     offered = {name: typed(name, option) for name, option in named.items() if isinstance(option.help, described)}
 
@@ -176,7 +176,7 @@ def offering(
 
 
 def as_options(message: str, names: Iterable[str]) -> str:
-    """The message with the names of settings' fields replaced by options: max_context by --max-context."""
+    """Replaces names of settings' fields in a message by options: max_context by --max-context."""
     fields = "|".join(names)
     return re.sub(rf"(?<![\w'-])({fields})(?![\w'-])", lambda found: "--" + found[0].replace("_", "-"), message)
 
@@ -185,14 +185,14 @@ def typed(name: str, option: Option) -> Parameter:
     kind = option.kind
     default = option.default
     about = option.help
-    if kind == str | Sequence[str]:  # it may be repeated
+    if kind == str | Sequence[str]:  # may be repeated
         kind = list[str]
         default = [default]
-    elif kind in (int | str | None, KvDtype):  # texts, which the settings check
+    elif kind in (int | str | None, KvDtype):  # text, checked by the settings
         kind = str
     if isinstance(about, str):
         spelled = (name.strip("_"), *(alias for alias, ours in SPELLINGS if ours == name))
-        # a switch has a --no- form, too: the user's file may have set it
+        # a switch has a --no- form, since the user's file may have set it
         names = ["--" + one.replace("_", "-") for one in spelled] if kind is not bool else []
         about = typer.Option(*names, help=about, envvar=VARIABLES.get(name))
     default = Parameter.empty if default is MISSING else default
@@ -201,8 +201,8 @@ def typed(name: str, option: Option) -> Parameter:
 
 
 def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> dict[str, dict[str, object]]:
-    """The user's file's values of a command's options, in the parser's form: [defaults] if the command has such an
-    option, then the command's own table."""
+    """Values of a command's options from the user's file, in the parser's form: [defaults] for options that the command
+    has, then the command's own table."""
     tables = user_file()
     known = ("aliases", "defaults", *commands)
     for name in tables:
@@ -228,7 +228,7 @@ def defaults(shell: typer.Typer, named: str | None, commands: Sequence[str]) -> 
 
 
 def origin_of(message: str, named: str | None, arguments: Sequence[str]) -> str:
-    """A clause for the end of an error about an option that the user's file sets; empty for any other."""
+    """Ending of an error about an option that the user's file sets; empty for other options."""
     try:
         tables = user_file()
     except OutriderError:
@@ -258,7 +258,7 @@ def sampling(**given: object) -> SamplingParams:
 
 
 def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
-    """The settings with the adapters of `--adapter NAME=PATH`; a path alone is named by its last part."""
+    """Settings with the adapters of `--adapter NAME=PATH`; a path alone is named by its last part."""
     adapters: dict[str, str] = {}
     for text in given or ():
         name, sign, path = text.partition("=")
@@ -271,7 +271,7 @@ def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
 
 
 def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
-    """Loads the model and prints once what was chosen."""
+    """Loads the model and prints the choices made, once."""
     follow_if_told(load)
     say = teller(quiet)
     from .store import note_use
@@ -288,8 +288,8 @@ def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
 
 
 def follow_if_told(load: LoadSettings) -> None:
-    """Under torchrun every process runs the same command; ranks other than 0 follow rank 0 and never return from
-    here."""
+    """Follows rank 0 if this process has another rank: under torchrun every process runs the same command. Followers
+    never return from here."""
     if load.tensor_parallel > 1:
         from ..llm import worker
         from ..parallel import is_worker
@@ -312,7 +312,7 @@ def prompt_texts(path: Path | None) -> list[str]:
 
 
 def parts(text: str) -> tuple[str, ...]:
-    """The values of an option such as a,b,c."""
+    """Values of an option such as a,b,c."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -346,14 +346,14 @@ def writable(option: str, path: Path) -> AbstractContextManager[None]:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Checks, before long work, that a folder can be written or created."""
+    """Checks before long work that a folder can be written or created."""
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     with writable(option, path), tempfile.TemporaryFile(dir=there) as trial:
         trial.write(bytes(4096))
 
 
 def check_file(option: str, path: Path, suffix: str = "") -> None:
-    """Checks, before long work, that a file of this kind can be written."""
+    """Checks before long work that a file of this kind can be written."""
     require(path.suffix.lower() == suffix or not suffix, f"{option} {path}: name a file that ends in {suffix}")
     new = not path.exists()
     with writable(option, path):
@@ -364,7 +364,7 @@ def check_file(option: str, path: Path, suffix: str = "") -> None:
 
 
 def times(speedup: float) -> str:
-    """A ratio of speeds, in words that fit a slowdown too."""
+    """A ratio of speeds in words that also fit a slowdown."""
     if not speedup:
         return "too short to compare"
     return f"{speedup:.2f}x faster" if speedup >= 0.995 else f"slower: {speedup:.2f}x the speed of plain decoding"

@@ -36,7 +36,7 @@ class Diagnosis:
     state: State
     what: str
     found: str
-    advice: str = ""  # what to do about it
+    advice: str = ""  # remedy
 
 
 def doctor(
@@ -175,7 +175,7 @@ def _storage() -> Iterator[Diagnosis]:
     from ..ops.cpu.build import cache_root, writable
 
     folder = cache_root()
-    # try a real write: it finds a file in its place, a read-only mount, a full disk
+    # a real write also detects a file in its place, a read-only mount and a full disk
     if not writable(folder):
         yield Diagnosis(
             "bad", "cache", found=f"{folder} can't be written", advice="set OUTRIDER_CACHE to a folder that can"

@@ -145,7 +145,7 @@ def _compared(llm: LLM, ids: list[int], params: SamplingParams, first: Completio
 
 
 def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, rounds: int = 3) -> dict[str, object]:
-    """A row of figures. `rounds`: runs of each side where two are compared."""
+    """A row of figures. `rounds`: runs of each side if two are compared."""
     answer = llm.generate(ids, params)[0]
     if not compare:
         return common.completion_json(answer)

@@ -110,7 +110,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def panels(command: TyperCommand) -> Iterator[tuple[str, list[Any]]]:
-    """The command's options by panel; those of no panel come first."""
+    """The command's options by panel; options without a panel come first."""
     options = {option.name: option for option in shown(command, "option")}
     placed = {name for names in PANELS.values() for name in names}
     unplaced = [option for name, option in options.items() if name not in placed]
@@ -164,7 +164,7 @@ def argument_name(argument: Any) -> str:
 
 
 def about(parameter: Any) -> str:
-    """The help text, then what else a reader needs: the default, other spellings, the environment variable."""
+    """The help text, then default, other spellings and environment variable."""
     notes = []
     default = parameter.default
     is_flag = parameter.param_type_name == "option" and parameter.is_flag

@@ -19,7 +19,7 @@ from ..types import require
 from . import common
 from .common import out
 
-CPU = Hardware(label="a CPU", bandwidth=0.0, rate=0.0, memory=0.0, is_cpu=True)  # for its formats: it has no size
+CPU = Hardware(label="a CPU", bandwidth=0.0, rate=0.0, memory=0.0, is_cpu=True)  # only its formats matter here
 VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
 
 
@@ -138,7 +138,7 @@ def show(data: ForeignDict) -> None:
 
 
 def owner(row: ForeignDict) -> str:
-    """Whose K/V a layer reads, in words."""
+    """Describes whose K/V a layer reads."""
     if row["kv_from"] != row["index"]:
         return f"of layer {row['kv_from']}"
     return "own, v = k" if row["k_eq_v"] else "own"

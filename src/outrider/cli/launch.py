@@ -1,5 +1,4 @@
-"""`outrider launch`: starts a coding agent on a local model, with the variables and arguments that point it to our
-server."""
+"""`outrider launch`: starts a coding agent on a local model, configured to use our server."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ PATIENCE_S = 3600  # a first prompt takes minutes on a laptop, and agents give u
 # ---- agents ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Endpoint:
-    """A served model as its clients see it."""
+    """A served model as clients see it."""
 
     url: str
     model: str
-    context: int  # tokens; 0: not known
+    context: int  # tokens; 0: unknown
     key: str
 
 
@@ -55,7 +54,7 @@ INSTALL = {
 
 
 def settings(agent: str, at: Endpoint) -> tuple[dict[str, str | None], list[str]]:
-    """The agent's variables (None: must not be set) and arguments."""
+    """The agent's environment variables (None: must not be set) and arguments."""
     api = f"{at.url}/v1"
     patience_ms = 1000 * PATIENCE_S
     name = f"outrider/{at.model}"
@@ -88,10 +87,10 @@ def settings(agent: str, at: Endpoint) -> tuple[dict[str, str | None], list[str]
             "ANTHROPIC_API_KEY": None,  # the agent would ask the user about it
             **{f"ANTHROPIC_{role}": at.model for role in roles},
             "API_TIMEOUT_MS": str(patience_ms),
-            # from event to event, and pings do not count: it would send the request again after five minutes
+            # between two events, pings excluded: by default the agent retries after five minutes
             "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(patience_ms),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes the first line of the prompt from request to request
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # changes the prompt's first line at every request
         },
         "codex": {"OUTRIDER_API_KEY": at.key},
         "opencode": {"OPENCODE_CONFIG_CONTENT": json.dumps(opencode)},
@@ -167,7 +166,8 @@ def launch(asked: LaunchOptions, load: LoadSettings) -> None:
 
 
 def find(url: str | None, model: str | None, key: str) -> Endpoint | None:
-    """The server that runs at the address, if it serves this model. With an explicit address, no server is an error."""
+    """The running server at the address, if it serves this model. If the address was given explicitly, a missing server
+    is an error."""
     try:
         cards = ask(f"{url or URL}/v1/models", key)["data"]
     except (OSError, ValueError, KeyError, TypeError) as e:
@@ -211,7 +211,7 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
     note(f"starting a server for {model} (log: {path})")
     env = {**os.environ, "OUTRIDER_API_KEY": key} if key != "none" else None
     with open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
-        # a session of its own: Ctrl-C is meant for the agent
+        # in its own session: Ctrl-C is meant for the agent
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
         )
@@ -238,8 +238,8 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
 
 
 def warm(at: Endpoint, recorded: Path) -> None:
-    """Prefills the agent's recorded system prompt while the agent starts. If the agent's first request comes earlier,
-    it continues from there."""
+    """Prefills the agent's recorded system prompt while the agent starts. An earlier first request continues from
+    there."""
     with suppress(OSError, ValueError, KeyError):
         recorded_prompt: Mapping[str, Any] = json.loads(recorded.read_text(encoding="utf-8"))
         ask(at.url + recorded_prompt["path"], at.key, {**recorded_prompt["body"], "model": at.model}, timeout=3600.0)

@@ -34,7 +34,7 @@ MOVED = {
 
 
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands; each is a function in a module of the same name, except `FUNCTIONS`."""
+    """The command line with these commands. Each is a function in a module of the same name, except `FUNCTIONS`."""
     shell = typer.Typer(
         cls=HelpfulGroup,
         no_args_is_help=True,
@@ -61,23 +61,23 @@ def main() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by the parent process
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # a character that a terminal's encoding lacks is shown as a question mark
+        # characters outside the terminal's encoding become question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8" if sys.platform == "win32" else None, errors="replace")
     code = run()
     try:
         sys.stdout.flush()
     except OSError as error:
-        # who read the output has left, as in `outrider ... | head`: not worth a word
+        # the reader of the output has left, as in `outrider ... | head`: silent
         gone = isinstance(error, BrokenPipeError)
-        if not gone and code != 2:  # with 2 the error was printed, and may have been this one
+        if not gone and code != 2:  # with 2 an error was already printed
             print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
     world = os.environ.get("WORLD_SIZE", "")
     parallel = sys.modules.get("outrider.parallel.process_group")
     group = parallel.ProcessGroup.here if parallel is not None else None
-    if group is not None:  # a model was divided over processes
+    if group is not None:  # tensor parallelism
         group.close()
     if group is not None or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still use the interpreter, and abort the process
@@ -99,7 +99,7 @@ def run() -> int:
         return int(shell(prog_name="outrider", standalone_mode=False, default_map=defaults) or 0)
     except OutriderError as error:
         return refused(f"{error}{common.origin_of(str(error), named, sys.argv[1:])}")
-    except OSError as error:  # a file that was not checked before: a full disk, a folder that may not be written
+    except OSError as error:  # of a file that was not checked before: a full disk, a read-only folder
         return refused(error.strerror or str(error), error.filename or out_option())
     # the parser's general error, which has no public name
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]

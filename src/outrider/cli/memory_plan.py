@@ -1,4 +1,4 @@
-"""Memory of a model on a card that need not be here: the plan that `serve` makes at its start, for `inspect` and
+"""Memory of a model on any card, present or not: the plan that `serve` makes at its start, for `inspect` and
 `predict`."""
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..server.fair import SPARE
 from ..types import AttnSpec, OutriderError
 
 KV_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-CPU_SEQUENCES = 8  # `outrider serve` on a CPU
+CPU_SEQUENCES = 8  # default of `outrider serve` on a CPU
 NUM_REMEDIES = 3
-MAX_GPU_MEMORY = 0.97  # that a card without other programs can give
-USEFUL_GAIN = 1.1  # a remedy is named from this much more context on
+MAX_GPU_MEMORY = 0.97  # share of a card available if no other program uses it
+USEFUL_GAIN = 1.1  # a remedy must give at least this factor of context
 
 
 @dataclass(frozen=True)
 class LoadedBytes:
-    """Bytes that are loaded before K/V takes the remaining memory."""
+    """Bytes loaded before K/V takes the remaining memory."""
 
     weights: float
     drafter: float = 0.0
@@ -43,12 +43,12 @@ class MemoryPlan:
     """The memory of one card, in bytes."""
 
     memory: int
-    granted: int  # the share that the engine may use (`--gpu-memory`)
+    granted: int  # bytes that the engine may use (`--gpu-memory`)
     weights: int
     drafter: int
     media: int
     context: int  # maximum tokens of one sequence; 0: the model does not fit
-    tokens: int  # positions of K/V of all sequences
+    tokens: int  # K/V positions of all sequences together
     reason: str  # why it does not fit; empty if it does
 
     @property
@@ -64,8 +64,8 @@ def plan_memory(
     gpus: int = 1,
     extra: Sequence[AttnSpec] = (),
 ) -> MemoryPlan:
-    """The plan of `outrider serve` with these settings. gpus: cards that share the weights (`--tensor-parallel`); the
-    drafter and the encoders are whole on the first. extra: a drafter's own K/V layers."""
+    """The plan of `outrider serve` with these settings. gpus: cards that share the weights (`--tensor-parallel`);
+    drafter and encoders are whole on the first. extra: a drafter's own K/V layers."""
     dtype = KV_TYPES.get(engine.kv_dtype, torch.bfloat16)
     if gpus > 1:
         config, _ = split_target(config, TPRank(0, gpus), lambda name: 1)
@@ -112,7 +112,7 @@ Planner = Callable[[LoadSettings], MemoryPlan]
 
 
 def remedies(settings: LoadSettings, plan_for: Planner, has_media: bool) -> list[Remedy]:
-    """Options that make a model fit; if it fits already, those that leave notably more context. Each leaves more than
+    """Options that make a model fit; if it fits already, options that leave notably more context. Each leaves more than
     the one before it. plan_for raises OutriderError for settings that this model cannot have."""
     best = plan_for(settings).context
     fitting: list[Remedy] = []
@@ -131,7 +131,7 @@ def remedies(settings: LoadSettings, plan_for: Planner, has_media: bool) -> list
 
 
 def changes(settings: LoadSettings, has_media: bool) -> Iterator[tuple[str, LoadSettings]]:
-    """Options and the settings with them: one by one, then rounded weights, then several together, then more cards."""
+    """Options with their settings: single ones, then rounded weights, then combinations, then more cards."""
     savings = single_savings(settings, has_media)
     for options, change in savings:
         yield options, settings.changed(change)
@@ -151,7 +151,7 @@ def changes(settings: LoadSettings, has_media: bool) -> Iterator[tuple[str, Load
 
 
 def single_savings(settings: LoadSettings, has_media: bool) -> list[tuple[str, dict[str, object]]]:
-    """Options that need less memory without rounding weights, those that cost least first."""
+    """Options that need less memory without rounding weights, the least costly first."""
     savings: list[tuple[str, dict[str, object]]] = []
     if settings.engine.max_batch is None:
         savings.append((f"--max-concurrent {CPU_SEQUENCES}", {"max_batch": CPU_SEQUENCES + SPARE}))

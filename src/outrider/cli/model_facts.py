@@ -50,11 +50,11 @@ CPU_ROUNDED = {"int4": 0.5625, "int8": 1.0625}  # bytes per weight that `--quant
 @dataclass(frozen=True)
 class WeightBytes:
     total: float
-    token: float  # that one token reads
+    token: float  # bytes that one token reads
 
 
 def loaded_weights(config: ModelConfig, stored: StoredSize, quantize: str | None, on: Hardware | None) -> WeightBytes:
-    """Weights as a machine holds them. None: as stored in the checkpoint. stored: with `quantize`, on a GPU."""
+    """Weights as a machine holds them; None: as stored in the checkpoint. stored: with `quantize`, on a GPU."""
     if on is not None and not on.is_cpu:
         return WeightBytes(stored.gpu, stored.gpu_token)
     if on is None:
@@ -68,7 +68,7 @@ def loaded_weights(config: ModelConfig, stored: StoredSize, quantize: str | None
 
 
 def with_sequences(load: LoadSettings, max_concurrent: int | None, on: Hardware, least: int = 1) -> LoadSettings:
-    """The settings of `outrider serve --max-concurrent N`; None: its default, or `least` sequences if that is more."""
+    """Settings of `outrider serve --max-concurrent N`; None: its default, at least `least` sequences."""
     if max_concurrent is None:
         default = CPU_SEQUENCES if on.is_cpu else GPU_CAPABILITIES.sequences - SPARE
         return load if least <= default else load.changed({"max_batch": least + SPARE})
@@ -101,7 +101,7 @@ def read(name: str, quantize: str | None = None) -> tuple[Files, ModelConfig, St
 
 
 def drafter_names(files: Files, load: LoadSettings) -> list[str]:
-    """The drafters to describe: those named, or with `auto` the model's own, if its configuration is at hand."""
+    """The drafters to describe: those named; for `auto`, the model's own if its configuration is at hand."""
     if load.drafter in ("none", "ngram"):
         return []
     if load.drafter != "auto":
@@ -114,15 +114,15 @@ def drafter_names(files: Files, load: LoadSettings) -> list[str]:
 @dataclass(frozen=True)
 class DrafterFacts:
     about: ForeignDict  # `show`'s report
-    nbytes: float  # of its weights
-    kv: tuple[AttnSpec, ...] = ()  # layers with K/V of its own
+    nbytes: float  # weights
+    kv: tuple[AttnSpec, ...] = ()  # layers with their own K/V
 
 
 def drafter_of(
     name: str, target_files: Files, target: ModelConfig, *, token: float, kv_item: float, on: Hardware | None = None
 ) -> DrafterFacts:
-    """token: bytes that a token of the target reads. A step of a block drafter drafts all tokens (EAGLE-3's one);
-    without a head it reads the target's as well."""
+    """token: bytes that a token of the target reads. A step of a block drafter drafts all tokens (EAGLE-3: one); a
+    drafter without a head also reads the target's."""
     if name.startswith("draft:"):
         files, model, stored = read(name[6:])
         reason = None

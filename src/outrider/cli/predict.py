@@ -104,7 +104,7 @@ def _list_machines() -> None:
 
 
 def _machine(name: str, weight_bytes: float) -> machines.Hardware:
-    """One of the table, or this machine, measured with weights of this size."""
+    """A machine of the table, or this machine, measured with weights of this size."""
     if name != "here":
         return machines.machine(name)
     from ..bench.here import here
@@ -117,7 +117,7 @@ def _machine(name: str, weight_bytes: float) -> machines.Hardware:
 
 
 def _memory(plan: MemoryPlan, setup: model_of.Setup) -> ForeignDict:
-    """Memory on one card, and whether this batch and context fit the plan of `serve`."""
+    """Memory on one card, and if this batch and context fit the plan of `serve`."""
     kv = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item) / setup.gpus
     need = {"weights": plan.weights, "drafter": plan.drafter, "media": plan.media, "kv": kv}
     need["total"] = sum(need.values())
@@ -140,7 +140,7 @@ def duration(ms: float) -> str:
 
 
 def _drafter(model: str, load: LoadSettings) -> tuple[DrafterConfig | None, acceptance.AcceptanceProfile | None]:
-    """The drafter's configuration and, if it is on this disk, its acceptance profile. Nothing is fetched."""
+    """The drafter's configuration and, if on this disk, its acceptance profile. Nothing is downloaded."""
     from ..weights import hub
     from ..weights.files import fingerprint, translate
     from .model_facts import drafter_names
@@ -159,7 +159,7 @@ def _drafter(model: str, load: LoadSettings) -> tuple[DrafterConfig | None, acce
 def _accepted(
     accept: str | None, setup: model_of.Setup, known: acceptance.AcceptanceProfile | None
 ) -> model_of.Acceptance:
-    """The requested acceptance; else the drafter's profile; else a usual drafter's; none without a drafter."""
+    """Acceptance: as requested, else from the drafter's profile, else a typical one; none without a drafter."""
     if accept is not None or (setup.drafter is not None and known is None):
         return model_of.Acceptance.parse("0.72" if accept is None else accept)
     if known is None:

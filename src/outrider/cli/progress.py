@@ -9,11 +9,12 @@ from rich.progress import Progress, TextColumn
 
 from .common import err, note
 
-EVERY = 5.0  # seconds between lines where stderr is no terminal
+EVERY = 5.0  # seconds between lines if stderr is not a terminal
 
 
 class StageProgress:
-    """Called with (stage, done, total, a line about it); stages without a measure have 0 of 1 until the next begins."""
+    """Called with (stage, done, total, a line about it). A stage without a measure reports 0 of 1 until the next
+    begins."""
 
     def __init__(self, quiet: bool = False):
         self.quiet = quiet

@@ -21,7 +21,7 @@ GPU = Path("/dev/nvidiactl")
 
 
 class Later(ModuleType):
-    """A placeholder that imports its module on the first attribute access."""
+    """A placeholder that imports its module at the first attribute access."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # the import system and inspection look at every module

@@ -106,14 +106,14 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
 
 
 def require_protection(settings: ServerSettings) -> None:
-    """Refuses other machines' requests if the sandboxes lack limits on this system."""
+    """Refuses requests from other machines if this system's sandboxes lack limits."""
     missing = missing_protection()
     if missing is not None and not settings.loopback:
         raise OutriderError(f"--host {settings.host}: {missing}; serve on 127.0.0.1, or on Linux")
 
 
 class Unfailing:
-    """An output whose failures are ignored: a full disk behind the log must not end a server."""
+    """An output stream whose failures are ignored: a full disk behind the log must not end a server."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -132,7 +132,7 @@ class Unfailing:
 
 
 def several(listed: Mapping[str, str], name: str | None, load: LoadSettings, memory: float | None) -> None:
-    """Refuses options that make no sense with more than one model."""
+    """Refuses options that make no sense with several models."""
     require(name is None, f"--name is for one model: write name=MODEL, as in {name}={next(iter(listed.values()))}")
     if load.drafter not in ("auto", "none", "ngram"):
         named = " ".join(f"--drafter {one}" for one in load.drafters)

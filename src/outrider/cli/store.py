@@ -24,14 +24,14 @@ from .common import out
 
 @dataclass(frozen=True)
 class Item:
-    """A model or a drafter on this disk."""
+    """A model or drafter on this disk."""
 
-    name: str  # as --model takes it
+    name: str  # usable as MODEL
     kind: str  # model | drafter | mmproj
     bytes: int
     path: str
     used: str = ""  # the day of its last use
-    drafter: str = ""  # which it was last used with
+    drafter: str = ""  # the drafter it was last used with
 
 
 def listing(as_json: common.AsJson = False) -> None:
@@ -51,7 +51,7 @@ def listing(as_json: common.AsJson = False) -> None:
 
 
 def line(kind: str, nbytes: str, used: str, name: str, drafter: str) -> str:
-    """A row of the list. Names end it and are never folded, so that a long path can be copied."""
+    """A row of the list. The name comes last and is never folded, so that a long path can be copied."""
     return f"{kind:<8}{nbytes:>9}  {used:<10}  {name}{drafter}"
 
 
@@ -161,7 +161,7 @@ def merge(
 
 
 def at_hand() -> Iterator[Item]:
-    """Everything `list` shows, without duplicates. Imports neither torch nor an HTTP client."""
+    """All rows of `list`, without duplicates. Imports neither torch nor an HTTP client."""
     from ..weights import hub, repos
 
     uses = used()
@@ -203,7 +203,7 @@ def cached_repos() -> Iterator[tuple[str, Path]]:
 
 
 def stored(path: Path) -> int:
-    """Bytes of a file, or of a folder's files; a file that several names link to counts once."""
+    """Bytes of a file, or of a folder's files. Hard links to one file count once."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in {p.resolve() for p in files if p.is_file()})
 
@@ -218,8 +218,7 @@ def used() -> dict[str, dict[str, str]]:
 
 
 def note_use(name: str, drafter: str) -> None:
-    """Records that a model was loaded, and with which drafter. If the cache cannot be written, only the record is
-    lost."""
+    """Records that a model was loaded, and with which drafter. An unwritable cache loses only the record."""
     row = {"used": time.strftime("%Y-%m-%d"), "drafter": drafter.removeprefix("drafter: ").partition(" (")[0]}
     uses = used()
     if uses.get(name) == row:

@@ -26,17 +26,17 @@ FENCE = '"""'
 
 
 def is_open(text: str) -> bool:
-    """Whether a text began with three quotes that nothing has closed yet."""
+    """True if three quotes at the beginning of the text are not closed yet."""
     return text.startswith(FENCE) and not (text.rstrip().endswith(FENCE) and len(text.rstrip()) >= 2 * len(FENCE))
 
 
 def unfenced(text: str) -> str:
-    """The text between the three quotes; any other text as it is."""
+    """The text between three quotes; any other text unchanged."""
     return text.rstrip().removeprefix(FENCE).removesuffix(FENCE) if text.startswith(FENCE) else text
 
 
 def session(commands: Sequence[str], input: Input | None = None, output: Output | None = None) -> PromptSession[str]:
-    """input, output: for tests; None: standard input and output."""
+    """The prompt session. input, output: for tests; None: standard input and output."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
 
@@ -53,7 +53,7 @@ def session(commands: Sequence[str], input: Input | None = None, output: Output 
 
 
 def standard(commands: Sequence[str]) -> PromptSession[str] | None:
-    """Standard input and output, where both are a terminal that understands escapes."""
+    """Standard input and output if both are terminals that understand escapes, else None."""
     if sys.stdin is None:
         raise OutriderError("standard input is closed: nothing can be read from it")
     if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
@@ -64,12 +64,12 @@ def standard(commands: Sequence[str]) -> PromptSession[str] | None:
 
 
 def read(typed: PromptSession[str] | None) -> str:
-    """The next message. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, both on an empty line. From a pipe (None) a
-    line is a message; three quotes begin one of several lines, and three quotes end it."""
+    """The next message. Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C, both on an empty line. From a pipe
+    (None) each line is a message; three quotes begin and end one of several lines."""
     if typed is not None:
         return unfenced(typed.prompt(">>> ", prompt_continuation="... "))
     text = out.input("[bold]>>> [/bold]")
-    with suppress(EOFError):  # the pipe ended first: answer the text so far
+    with suppress(EOFError):  # the pipe ended first: answer the text read so far
         while is_open(text):
             text += "\n" + out.input("")
     return unfenced(text)
@@ -92,7 +92,7 @@ def _keys() -> KeyBindings:
 
     @keys.add("enter")
     def enter(event: KeyPressEvent) -> None:
-        """Ends the message, but for an open fence, in which it begins another line."""
+        """Ends the message; inside an open fence, begins another line."""
         if is_open(event.current_buffer.text):
             event.current_buffer.insert_text("\n")
         else:
@@ -110,7 +110,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """The history, with earlier conversations; if its file cannot be written, of this conversation only."""
+    """History including earlier conversations; if its file is not writable, of this conversation only."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = cache_path("chat_history")

@@ -14,19 +14,20 @@ FENCE = "```"
 class WordWrap:
     """Writes pieces of a text as they come. A word that crosses the edge moves to the next line.
 
-    Lines of a fenced code block are written as they are: the terminal breaks them, so that they can be copied."""
+    Lines of a fenced code block are written unchanged and wrapped by the terminal, so that they can be copied.
+    """
 
     def __init__(self, write: Callable[[str], None], width: Callable[[], int]):
         self.write = write
         self.width = width
         self.column = 0
-        self.word = ""  # the part of the last word that is on the screen
-        self.line = ""  # the beginning of the text's line, as far as a fence may reach
+        self.word = ""  # the visible part of the last word
+        self.line = ""  # the beginning of the line, as far as a fence can reach
         self.in_code = False
 
     def __call__(self, text: str) -> None:
         written = []
-        width = max(2, self.width() - 1)  # after the last column terminals wrap by themselves
+        width = max(2, self.width() - 1)  # terminals wrap by themselves after the last column
         for char in text:
             written.append(self.placed(char, width))
         if written:
@@ -58,7 +59,7 @@ class WordWrap:
             self.column += cells
             return char
         moved = self.word
-        if cell_len(moved) == self.column:  # the word fills the line: it is cut
+        if cell_len(moved) == self.column:  # the word fills the line and is cut
             moved = ""
         erase = f"\x1b[{cell_len(moved)}D\x1b[K" if moved else ""
         self.start_line()
@@ -72,7 +73,7 @@ class WordWrap:
 
 
 def answer_writer() -> Callable[[str], None]:
-    """Writes an answer to standard output: with words whole on a terminal, else as it is."""
+    """Writes an answer to standard output: wrapped at words on a terminal, else unchanged."""
 
     def write(text: str) -> None:
         out.print(text, end="")

@@ -86,7 +86,7 @@ class RayReplicas:
             raise ReplicaRefused from e
         except DeploymentUnavailableError as e:
             raise TimeoutError from e
-        except BaseException:  # closed or cancelled
+        except BaseException:  # includes closing and cancellation
             response.cancel()
             raise
 
@@ -97,7 +97,7 @@ class RayReplicas:
         return [answer for answer in await self._broadcast("whole", request) if isinstance(answer, tuple)]
 
     async def _broadcast(self, method: str, *args: object) -> list[object]:
-        """Results of all replicas, with an exception in place of a failed one's."""
+        """Results of all replicas; a failed replica's is its exception."""
         call = self._handle.broadcast(method, *args)
         try:
             results: list[object] = await call.results_async(timeout_s=SNAPSHOT_S, return_exceptions=True)
@@ -107,7 +107,7 @@ class RayReplicas:
 
 
 class _Relayed(Response):
-    """Passes the raw ASGI call to the ingress: Serve's `__call__` has requests and responses instead."""
+    """Passes the raw ASGI call to the ingress; Serve's `__call__` would pass requests and responses."""
 
     def __init__(self, ingress: Ingress) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class IngressApp:
 
 
 def grouped(config: ClusterConfig) -> dict[str, object]:
-    """A tensor-parallel replica is a placement group of one bundle, and so on one machine: as rank 0 it starts the
-    other ranks itself, like `outrider serve`, and must see all their GPUs."""
+    """A tensor-parallel replica is a placement group of one bundle, hence on one machine. As rank 0 it starts the other
+    ranks itself, like `outrider serve`, so it must see all their GPUs."""
     if config.load.tensor_parallel == 1:
         return {}
     takes = {"CPU": config.cpus_per_replica, **({"GPU": config.gpus_per_replica} if config.gpus_per_replica else {})}
@@ -146,8 +146,8 @@ def grouped(config: ClusterConfig) -> dict[str, object]:
 
 
 def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Application:
-    """`config` has to be placed. Changes since the last deployment are rolled out one replica at a time. `keys`: API
-    keys besides the configuration's."""
+    """The application of a configuration that was `placed`. Changes since the last deployment are rolled out replica by
+    replica. `keys`: API keys besides the configuration's."""
     assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
     bounds = config.replicas
     scaling = AutoscalingConfig(
@@ -158,13 +158,13 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         downscale_delay_s=config.downscale_delay,
     )
     scale = {"num_replicas": bounds.low} if bounds.low == bounds.high else {"autoscaling_config": scaling}
-    # without those whose change needs no new engines
+    # changes of the other fields need no new engines
     engine_fields = {k: v for k, v in config.fields().items() if k not in SCALING}
     engines = serve.deployment(
         EngineReplica,
         name="Engine",
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica or 0},
-        max_constructor_retry_count=1,  # a model that does not load once will not load the next time
+        max_constructor_retry_count=1,  # a model that failed to load will fail again
         max_ongoing_requests=config.max_concurrent + config.max_queued,
         max_queued_requests=max(1, config.max_queued) * bounds.high,
         graceful_shutdown_timeout_s=config.drain,

@@ -64,7 +64,7 @@ async def worker(config: ClusterConfig) -> Answerer:
 def whole(
     fields: Mapping[str, object], replicas: int | None, batch: BatchFile, say: Callable[[str], None]
 ) -> BatchProgress:
-    """The whole job: join a Ray cluster or start one, answer, and leave it as it was."""
+    """The whole job: joins or starts a Ray cluster, answers, and leaves it as it was."""
     connect("auto", say)
     try:
         default = int(ray.cluster_resources().get("GPU", 0)) or len([n for n in ray.nodes() if n["Alive"]])

@@ -75,13 +75,13 @@ class ClusterConfig(BaseModel, frozen=True):
     target_queue: Positive | None = None  # requests per replica before one is added; default: max_concurrent
     upscale_delay: Seconds = 10.0
     downscale_delay: Seconds = 300.0
-    retries: Count = 2  # after a replica's death, before the client has got any byte
+    retries: Count = 2  # after a replica's death, before the client received a byte
     wait: Positive = 30.0  # seconds a request waits for a replica before it gets 503
-    drain: Seconds = 120.0  # seconds for the running requests of a replica that is removed
+    drain: Seconds = 120.0  # seconds for running requests of a replica being removed
 
     @classmethod
     def of(cls, fields: Mapping[str, object], where: str = "") -> ClusterConfig:
-        """From a file's or a command's fields; a number may be given as text. Every error begins with `where`."""
+        """Reads fields of a file or a command; numbers may be given as text. Every error begins with `where`."""
         known = [*(name for name in cls.model_fields if name != "load"), *OPTIONS]
         options = {str(name).replace("-", "_"): value for name, value in fields.items()}
         unknown = [name for name in options if name not in known]
@@ -108,7 +108,7 @@ class ClusterConfig(BaseModel, frozen=True):
 
     @classmethod
     def read(cls, path: Path, over: Mapping[str, object]) -> ClusterConfig:
-        """From a YAML file, with some of its fields overridden."""
+        """Reads a YAML file, with some of its fields overridden."""
         with bad_input((OSError, UnicodeDecodeError), lambda e: f"cannot read {path}: {e}"):
             text = path.read_text(encoding="utf-8")
         with bad_input(yaml.YAMLError, lambda e: f"{path} is not YAML: {' '.join(str(e).split())}"):
@@ -119,13 +119,13 @@ class ClusterConfig(BaseModel, frozen=True):
 
     @classmethod
     def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
-        """From arguments of a Serve application or of `outrider deploy`: fields that override those of `config`."""
+        """Reads arguments of a Serve application or of `outrider deploy`: fields that override those of `config`."""
         options = {name: value for name, value in args.items() if name != "config"}
         path = args.get("config")
         return cls.read(Path(str(path)), options) if path else cls.of(options)
 
     def fields(self) -> dict[str, object]:
-        """The fields from which `of` makes this configuration: only those that differ from the defaults."""
+        """The fields that differ from the defaults, from which `of` makes this configuration again."""
         load = {name: v for name, v in self.load.options().items() if v != OPTIONS[name].default}
         return self.model_dump(exclude_defaults=True, exclude={"load"}) | load
 
@@ -134,7 +134,7 @@ class ClusterConfig(BaseModel, frozen=True):
         return self.name or public_name(self.model)
 
     def placed(self, gpus: float) -> ClusterConfig:
-        """A copy with the fields filled in that depend on the machines. gpus: of the whole cluster."""
+        """A copy with the fields that depend on the machines. gpus: number in the whole cluster."""
         load = self.load
         parts = self.load.tensor_parallel
         wanted = load.device is None or load.device.startswith("cuda")
@@ -164,7 +164,7 @@ class ClusterConfig(BaseModel, frozen=True):
         return ServerSettings(name, host, api_key_file=keys, max_body=most, allowed_origins=origins)
 
     def back(self) -> ServerSettings:
-        """Server settings of a replica: only the ingress calls it, and has already checked the request."""
+        """Server settings of a replica. Only the ingress calls it, and has already checked the request."""
         shared = self.model_dump(include={"max_queued", "timeout", "max_body", "max_prompt"})
         concurrent = self.max_concurrent or 8
         return ServerSettings(model_name=self.served_name, host="0.0.0.0", max_concurrent=concurrent, **shared)

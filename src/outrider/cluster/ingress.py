@@ -37,7 +37,7 @@ from .prefix import prefix_keys
 from .totals import Snapshot, Totals
 
 log = logging.getLogger("outrider.cluster")
-LONG_BODY = 8 << 10  # bytes from which a body is read for its owner in a thread
+LONG_BODY = 8 << 10  # bodies from this many bytes on are parsed in a thread
 KEPT_HEADERS = (b"content-type", b"accept", b"x-outrider-stats", b"anthropic-version", b"user-agent")
 GUARD_HEADERS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
 WIRES: dict[str, Callable[[], Wire]] = {
@@ -63,23 +63,23 @@ class Forward:
 
 
 class ReplicaLost(Exception):
-    """The replica that had the request is lost, or is being removed."""
+    """The replica that had the request died or is being removed."""
 
 
 class WrongReplica(Exception):
-    """A replica took the request that does not hold what it names, though another one may."""
+    """The replica does not hold the object that the request names, though another one may."""
 
 
 class ReplicaRefused(Exception):
-    """Every replica is full, and so is the queue."""
+    """Every replica and the queue are full."""
 
 
 class ReplicaSet(Protocol):
     """The replicas, as the ingress sees them."""
 
     def send(self, request: Forward) -> AsyncIterator[str | list[Message]]:
-        """Yields the name of the replica that has accepted it, then the messages of its answer. Closed early, the
-        replica drops the request. TimeoutError: there is no replica, and none is starting."""
+        """Yields the name of the replica that accepted the request, then the messages of its answer. If closed early,
+        the replica drops the request. Raises TimeoutError if there is no replica and none is starting."""
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
@@ -108,7 +108,7 @@ class _Answer:
         if self._head is not None:
             head = self._head
             self._head = None
-            # the replica leaves: others are there
+            # this replica is shutting down; others are not
             if head["status"] == 503 and b'"shutting_down"' in message.get("body", b""):
                 raise ReplicaLost
             self.flowing = True
@@ -182,8 +182,8 @@ class Ingress:
         raise ApiError(503, "No replica can take the request now.", retry_after=5, code="no_replica")
 
     async def _once(self, forward: Forward, answer: _Answer, last: bool) -> None:
-        """TimeoutError: no replica took it in time. `last`: no further attempt follows, so that a replica that does
-        not hold what is named may say that its owner is gone."""
+        """One attempt. Raises TimeoutError if no replica accepted the request in time. `last`: no further attempt
+        follows, so a replica without the named object may answer that its owner is gone."""
         async with aclosing(self._replicas.send(forward)) as messages:  # type: ignore[type-var]  # an async generator
             async with asyncio.timeout(self._wait):
                 first = await anext(messages, None)

@@ -1,7 +1,7 @@
-"""Who holds a stored file, batch or response: its id carries the tag of the replica that gave it out.
+"""Finds the owner of a stored file, batch or response: its id carries the tag of the replica that issued it.
 
-A replica keeps what clients store in its own memory and folder, so a request that names such an id must reach it. The
-tag follows from the replica's name: ingresses need not agree on anything, and an id says that its owner is gone.
+A replica keeps clients' objects in its own memory and folder, so a request that names such an id must reach it. The tag
+follows from the replica's name: ingresses need no agreement, and an id shows if its owner is gone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from ..server.errors import ApiError, check_size
 from ..server.stores import TAGGED_ID
 
-OWNER_FIELDS = ("previous_response_id", "input_file_id")  # of a body, by whose value it is routed
-LISTS = ("/v1/files", "/v1/batches")  # answered by all replicas together
+OWNER_FIELDS = ("previous_response_id", "input_file_id")  # fields of a body that determine its replica
+LISTS = ("/v1/files", "/v1/batches")  # merged from all replicas
 
 
 def replica_tag(name: str) -> str:
@@ -22,8 +22,8 @@ def replica_tag(name: str) -> str:
 
 
 def owner_of(path: str, body: bytes) -> str:
-    """Tag of the replica that must answer; empty if any may. Reads bodies that name an object: call it for large ones
-    off the event loop."""
+    """Tag of the replica that must answer; empty if any may. Parses bodies that name an object: call it off the event
+    loop for large ones."""
     in_path = TAGGED_ID.search(path)
     if in_path is not None:
         return in_path[1]
@@ -34,7 +34,7 @@ def owner_of(path: str, body: bytes) -> str:
             check_size(body)
             fields = json.loads(body)
         except (ApiError, ValueError, RecursionError):
-            return ""  # the replica says what is wrong with it
+            return ""  # the replica reports the error
         value = fields.get(field) if isinstance(fields, dict) else None
         in_body = TAGGED_ID.fullmatch(value) if isinstance(value, str) else None
         if in_body is not None:
@@ -43,7 +43,7 @@ def owner_of(path: str, body: bytes) -> str:
 
 
 def merged_list(answers: Sequence[bytes]) -> dict[str, object]:
-    """One list out of those of all replicas, newest first."""
+    """Merges the lists of all replicas, newest first."""
     items = [item for answer in answers for item in json.loads(answer)["data"]]
     items.sort(key=lambda item: item["created_at"], reverse=True)
     return {"object": "list", "data": items, "has_more": False}

@@ -1,9 +1,9 @@
-"""Prefix-aware routing: a request goes to the replica that has seen the beginning of its prompt, unless that one is
+"""Prefix-aware routing: a request goes to the replica that has seen the beginning of its prompt, unless that replica is
 busy; else to the least loaded.
 
-A prefix is identified by bytes alone: the request's body from the first key that holds a prompt, cut into blocks, each
-named by a hash of itself and everything before it. Nothing is parsed or tokenised, and the map only estimates the
-replicas' caches: a wrong guess costs a prefill and never correctness.
+A prefix is identified by bytes alone: the body from the first key that holds a prompt, cut into blocks, each named by a
+hash of itself and everything before it. Nothing is parsed or tokenised, and the map only estimates the replicas'
+caches: a wrong guess costs a prefill, never correctness.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 BLOCK_BYTES = 128  # bytes: about 30 tokens of English, two pages of K/V
-MAX_BLOCKS = 128  # blocks per prompt that are hashed, from its beginning
-MAX_REMEMBERED_BLOCKS = 200_000  # blocks remembered
+MAX_BLOCKS = 128  # leading blocks of a prompt that are hashed
+MAX_REMEMBERED_BLOCKS = 200_000  # size of the map
 PROMPT_KEYS = (b'"messages"', b'"prompt"', b'"input"', b'"system"', b'"instructions"', b'"tools"')
 R = TypeVar("R", bound=Hashable)
 
 
 def prefix_keys(body: bytes) -> tuple[bytes, ...]:
-    """The hashes of a prompt's blocks, the longest prefix last; none if the body is too short to prefer a replica."""
+    """Hashes of a prompt's prefixes, the longest last; none if the body is too short to prefer a replica."""
     starts = [at for at in (body.find(key) for key in PROMPT_KEYS) if at >= 0]
     if not starts:
         return ()
@@ -35,7 +35,7 @@ def prefix_keys(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixMap(Generic[R]):
-    """Which replicas were sent which prefixes, as an LRU map."""
+    """LRU map of the prefixes sent to each replica."""
 
     def __init__(self, most: int = MAX_REMEMBERED_BLOCKS) -> None:
         self._most = most
@@ -49,7 +49,7 @@ class PrefixMap(Generic[R]):
             self._seen.popitem(last=False)
 
     def holders(self, keys: Sequence[bytes], alive: Mapping[R, int]) -> list[R]:
-        """The live replicas with the longest prefix of this prompt."""
+        """Live replicas with the longest prefix of this prompt."""
         for key in reversed(keys):
             replicas = [r for r in self._seen.get(key, ()) if r in alive]
             if replicas:
@@ -57,7 +57,7 @@ class PrefixMap(Generic[R]):
         return []
 
     def gone(self, replica: R) -> None:
-        """Removes a dead replica, whose cache is lost."""
+        """Removes a dead replica: its cache is lost."""
         for key in [key for key, seen in self._seen.items() if replica in seen]:
             del self._seen[key][replica]
             if not self._seen[key]:
@@ -65,9 +65,9 @@ class PrefixMap(Generic[R]):
 
 
 def rank(loads: Mapping[R, int], holders: Sequence[R], slack: int) -> list[list[R]]:
-    """Replicas in ranks of preference, within which the least loaded is taken. `loads`: requests per replica. One with
-    the prefix is preferred while it has at most `slack` more than the least loaded: waiting behind more costs more
-    than computing the prefix again."""
+    """Ranks of preference; within a rank the least loaded replica is chosen. `loads`: requests per replica. A replica
+    with the prefix is preferred while it has at most `slack` requests more than the least loaded: waiting behind more
+    costs more than computing the prefix again."""
     if not loads:
         return []
     least = min(loads.values())

@@ -34,7 +34,7 @@ def load(config: ClusterConfig) -> ServedModel:
         config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE)
     )
     if llm.group is not None:
-        llm.group.watch.grace = 0.0  # the ingress sends on what ran here: an error of ours would end it
+        llm.group.watch.grace = 0.0  # the ingress retries elsewhere: an error event from here would end the request
     return ServedModel.of(llm)
 
 

@@ -25,7 +25,7 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # full replicas are asked again after a pause
+            pending_request.routing_context.should_backoff = True  # try full replicas again after a pause
         owner = _forward(pending_request).owner
         owners = [r for r in candidate_replicas if owner and replica_tag(r.replica_id.unique_id) == owner]
         if owners:
@@ -44,7 +44,7 @@ class PrefixRouter(RequestRouter):
 
 
 def _forward(request: PendingRequest | None) -> Forward:
-    """The forwarded request; an empty one for calls that carry none."""
+    """The forwarded request; an empty one for calls without one."""
     if request is None or not request.args or not isinstance(request.args[0], Forward):
         return NO_REQUEST
     return request.args[0]

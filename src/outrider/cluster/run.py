@@ -25,7 +25,7 @@ OBJECT_STORE = 200 << 20  # bytes: requests and answers are small and travel by 
 
 
 def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """The whole command: connect, deploy, and keep running if this process started Ray."""
+    """The whole command: connects, deploys, and keeps running if this process started Ray."""
     ours = connect(address, note)
     try:
         if not (config.front().loopback or config.api_key_file or os.environ.get("OUTRIDER_API_KEY")):
@@ -44,7 +44,8 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
 
 
 def connect(address: str, say: Callable[[str], None]) -> bool:
-    """Joins the Ray cluster at `address` (auto: of RAY_ADDRESS, else one here, else a new one). Whether it is new."""
+    """Joins the Ray cluster at `address` (auto: RAY_ADDRESS, else one on this machine, else a new one). Returns True if
+    the cluster is new."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -64,7 +65,7 @@ def connect(address: str, say: Callable[[str], None]) -> bool:
 
 
 def _reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Tests the address first: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").partition(":")
     if port.isdigit():
         with bad_input(OSError, lambda e: f"no Ray cluster at {address}: {e.strerror or e}"):
@@ -72,13 +73,13 @@ def _reachable(address: str) -> None:
 
 
 def deploy(config: ClusterConfig, ours: bool) -> None:
-    """Returns when every replica answers. A running cluster is updated one replica at a time; no request fails."""
+    """Returns when every replica answers. A running cluster is updated replica by replica; no request fails."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
     if ours:
         need_room(placed)
     serve.start(http_options={"host": config.host, "port": config.port})
     try:
-        key = os.environ.get("OUTRIDER_API_KEY")  # of this command: Ray's own environment may lack it
+        key = os.environ.get("OUTRIDER_API_KEY")  # read here: the environment of Ray's processes may lack it
         serve.run(application(placed, (key,) if key else ()), name=APP, route_prefix="/")
     except RuntimeError as e:
         known = serve.status().applications.get(APP)
@@ -89,7 +90,7 @@ def deploy(config: ClusterConfig, ours: bool) -> None:
 
 
 def need_room(config: ClusterConfig) -> None:
-    """Refuses replicas that do not fit on a cluster that cannot grow: they would never start."""
+    """Refuses replicas that do not fit a cluster that cannot grow: they would never start."""
     for what, each in (("cpu", config.cpus_per_replica), ("gpu", config.gpus_per_replica or 0.0)):
         have = ray.cluster_resources().get(what.upper(), 0.0)
         need = config.replicas.low * each
@@ -110,7 +111,7 @@ def _drain(seconds: float) -> None:
     """Removes the application; replicas end after their running requests."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        with contextlib.suppress(TimeoutError):  # Serve waits a minute at a time
+        with contextlib.suppress(TimeoutError):  # Serve waits for a minute at a time
             serve.delete(APP)
             return
 

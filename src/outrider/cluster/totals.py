@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 Labels = tuple[tuple[str, str], ...]
-Key = tuple[str, Labels]  # a sample's name and its labels
+Key = tuple[str, Labels]  # name and labels of a sample
 COUNTS = ("counter", "histogram")
-MAX_GONE = 64  # lost replicas that are kept by name; older ones are summed
+MAX_GONE = 64  # maximum lost replicas kept by name; older ones are summed
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Snapshot:
     replica: str
     healthy: bool
     load: int  # sequences in flight
-    metrics: str  # the text of its own /metrics
+    metrics: str  # text of its /metrics
 
 
 class Totals(Collector):
