@@ -32,7 +32,7 @@ class Prompt:
     category: str
     text: str
     max_tokens: int = 128
-    row: Mapping[str, object] = field(default_factory=dict)  # the line as it was written
+    row: Mapping[str, object] = field(default_factory=dict)  # the line's JSON object
 
     @property
     def turns(self) -> list[str]:
@@ -42,7 +42,7 @@ class Prompt:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit`, or all."""
+    """The first `limit` prompts, or all."""
     path = Path(path)
     try:
         with open(path, "rb", opener=opened) as raw:
@@ -57,7 +57,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def opened(path: str, flags: int) -> int:
-    """An opener for `open`: a file or a pipe; a pipe without a writer is empty. Refuses devices: some have no end."""
+    """An opener for `open`: a file or a pipe; a pipe without a writer is empty. Refuses devices, which may be
+    endless."""
     if sys.platform == "win32":
         return os.open(path, flags)
     number = os.open(path, flags | os.O_NONBLOCK)
@@ -73,7 +74,7 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; lists nested too deep
         raise OutriderError(f"{where}: cannot be read ({error})") from None
     needed = "a JSON object with 'prompt', 'text' or 'turns' is needed"
     require(isinstance(row, dict), f"{where}: {needed}, got {type(row).__name__}")
@@ -91,7 +92,7 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
 
 
 def mend_end(path: Path) -> None:
-    """Cuts off a last line that was torn as its process was killed, so that appended text starts on a new line."""
+    """Cuts off an incomplete last line, left when a process was killed, so that appended text starts on a new line."""
     if path.exists():
         content = path.read_bytes()
         if content and not content.endswith(b"\n"):

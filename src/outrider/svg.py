@@ -19,7 +19,7 @@ Series = tuple[str, Sequence[tuple[float, float]]]
 
 
 def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
-    """Lines with their points; the axes begin at the least x, and at 0 or the least y."""
+    """Line chart of these points; the axes begin at the smallest x, and at the smaller of 0 and the smallest y."""
     points = [p for _, line in series for p in line]
     lo_x = min(p[0] for p in points)
     hi_x = max(p[0] for p in points)
@@ -54,7 +54,7 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> s
 
 
 def stacked(charts: Sequence[str]) -> str:
-    """Several charts below each other in one picture."""
+    """Several charts below each other in one image."""
     *tops, height = accumulate((int(re.findall(r' height="(\d+)"', chart)[0]) for chart in charts), initial=0)
     placed = [chart.replace("<svg ", f'<svg y="{top}" ', 1) for chart, top in zip(charts, tops)]
     return "\n".join([_open(height), *placed, "</svg>"])

@@ -25,8 +25,8 @@ from .lowrank import AdaptedOps, Adapter, LowRank
 if TYPE_CHECKING:
     from .reference import Backend
 
-RANGE_ROWS = 16  # rows of a range: what one matrix instruction takes
-RANK_STEP = 16  # ranks are padded to it times a power of two, with zeros, which change no sum
+RANGE_ROWS = 16  # rows of a range: those of one matrix instruction
+RANK_STEP = 16  # ranks are zero-padded to this times a power of two, which changes no sum
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SlotWeight:
     a: Tensor  # [slots, P, r, in]
     b: Tensor  # [slots, out, r]
     scale: Tensor  # float32 [slots, P]; 0: this matrix takes no addition
-    rows: tuple[int, ...]  # of the P matrices
+    rows: tuple[int, ...]  # rows of each of the P matrices
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +44,7 @@ class SlotWeight:
 
 
 class AdapterSlots:
-    """Used by the engine's thread only."""
+    """Adapters in slots. Used by the engine's thread only."""
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device):
         self.count = count
@@ -59,7 +59,7 @@ class AdapterSlots:
         return sum(weight.nbytes for weight in list(self.weights.values()))
 
     def reserve(self, adapter: Adapter) -> None:
-        """Reserve space for its weights and ranks."""
+        """Reserves space for an adapter's weights and ranks."""
         for name, part in adapter.parts.items():
             known = self.weights.get(name) or self._empty(part)
             rank = max(RANK_STEP, 1 << (max(r for _, r in part.pieces) - 1).bit_length())
@@ -74,7 +74,7 @@ class AdapterSlots:
                 self.version += 1
 
     def place(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        """The slot of each adapter, -1 for None; one without a slot takes that of the least recently used."""
+        """Slot of each adapter, -1 for None. An adapter without a slot takes that of the least recently used."""
         wanted = {adapter.digest: adapter for adapter in adapters if adapter is not None}
         for digest, adapter in wanted.items():
             slot = self._slots.pop(digest, None)
@@ -98,7 +98,7 @@ class AdapterSlots:
         return len(self._slots)
 
     def _empty(self, part: LowRank) -> SlotWeight:
-        """Without a slot, of rank 0."""
+        """A weight without slots, of rank 0."""
         rows = tuple(rows for rows, _ in part.pieces)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         a = like.view(0, len(rows), 0, part.a.shape[1])
@@ -138,7 +138,8 @@ class AdapterSlots:
 
 
 def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first row, rows, slot) of a pass in which sequence i has `counts[i]` rows and uses slot `slots[i]`."""
+    """(first row, number of rows, slot) for a pass in which sequence i has `counts[i]` rows and uses slot
+    `slots[i]`."""
     ranges = []
     start = 0
     for slot, count in zip(slots, counts, strict=True):
@@ -148,7 +149,7 @@ def row_ranges(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, i
 
 
 class SlotOps(AdaptedOps):
-    """Ops with the adapters of the slots. ranges: int32 [n, 3], as from `row_ranges`, of all rows."""
+    """Ops with the adapters in slots. ranges: int32 [n, 3] of all rows, from `row_ranges`."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], slots: AdapterSlots, ranges: Tensor):
         super().__init__(base, names, {})

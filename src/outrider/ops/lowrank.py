@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of one weight. Where a weight is fused of several matrices (q, k and v; gate and up) A holds their
-    rows one below the other and B is block-structured."""
+    """The change of one weight. For a weight fused of several matrices (q, k and v; gate and up), A holds their rows
+    one below the other and B is block-structured."""
 
     a: DeviceWeight  # [r, in]
-    b: DeviceWeight  # [out, r], or as the backend lays it out
+    b: DeviceWeight  # [out, r], or the backend's layout
     scale: Tensor  # float32 [out]
     pieces: tuple[tuple[int, int], ...] = ()  # (outputs, rank) of the matrices that the weight is fused of
 
@@ -54,7 +54,7 @@ RowGroups = Mapping[Adapter, Tensor | None]  # rows of a pass by adapter: int64;
 
 
 def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device: torch.device) -> RowGroups:
-    """The groups of a pass in which sequence i has `counts[i]` rows, one sequence after the other."""
+    """Row groups of a pass in which sequence i has `counts[i]` rows, one sequence after the other."""
     rows: dict[Adapter, list[int]] = {}
     start = 0
     for adapter, count in zip(adapters, counts, strict=True):
@@ -66,8 +66,8 @@ def row_groups(adapters: Sequence[Adapter | None], counts: Sequence[int], device
 
 
 class AdaptedOps:
-    """The backend `base` with the adapters of `groups` applied in every product that they change; all else is the
-    backend's. names: the canonical name of a weight by its `id`."""
+    """The backend `base` with the adapters of `groups` applied in every product that they change. names: canonical name
+    of a weight by its `id`."""
 
     def __init__(self, base: Backend, names: Mapping[int, str], groups: RowGroups):
         self.base = base
@@ -82,7 +82,7 @@ class AdaptedOps:
         return [(rows, adapter.parts[name]) for adapter, rows in self.groups.items() if name in adapter.parts]
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor | None:
-        """x · wᵀ with the adapters' additions, and what `end` makes of it; None: no adapter changes w."""
+        """x · wᵀ with the adapters' additions, followed by the epilogue `end`; None: no adapter changes w."""
         changes = self.changes(w)
         if not changes:
             return None
@@ -95,7 +95,7 @@ class AdaptedOps:
         a, b = y.chunk(2, dim=-1) if end.mul is None else (y, end.mul)
         if rows is None or rows.shape[0] == x.shape[0]:
             return self.base.act_mul(a, b, end.act)
-        # a row that is not changed keeps the fused product's bits
+        # unchanged rows keep the bits of the fused product
         out = (
             self.base.gated_linear(x, w, end.act) if end.mul is None else self.base.linear_act_mul(x, w, b, act=end.act)
         )
@@ -117,7 +117,8 @@ class AdaptedOps:
     def moe_with_shared_mlp(
         self, router_in: Tensor, x: Tensor, h: Tensor, stream: Tensor, layer: MoeLayer
     ) -> tuple[Tensor, Tensor]:
-        """The backend's operation for rows whose dense MLP is not changed, and its parts one by one for the others."""
+        """Runs the backend's operation for rows whose dense MLP is unchanged, and its parts one by one for the
+        others."""
         base = self.base
         gate_up, down = layer.mlp
         rows = self.touched(h, *layer.mlp)
@@ -136,7 +137,7 @@ class AdaptedOps:
         return out
 
     def touched(self, x: Tensor, *weights: DeviceWeight) -> Tensor | None:
-        """The rows of x for which one of the weights is changed; None: there are none."""
+        """Rows of x for which one of the weights is changed; None if there are none."""
         ranges = [rows for w in weights for rows, _ in self.changes(w)]
         if not ranges:
             return None

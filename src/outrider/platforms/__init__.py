@@ -1,2 +1,5 @@
-"""What differs between Linux, macOS and Windows, a file for each need. No module of it imports torch, and none fails to
-import on any system: what a system lacks is left undone, or said (`limits.missing_protection`)."""
+"""Code that differs between Linux, macOS and Windows, one file per subject.
+
+No module imports torch, and each can be imported on every system. Features that a system lacks do nothing, or are
+reported (`limits.missing_protection`).
+"""

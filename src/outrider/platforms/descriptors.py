@@ -1,4 +1,4 @@
-"""How many files and connections this process may have open."""
+"""Limits on open files and connections of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def allow(count: int) -> int | None:
-    """Raises this process's limit to `count` if the system permits; returns the limit, None if there is none."""
+    """Raises this process's limit to `count` if the system permits. Returns the limit; None: unlimited."""
     if sys.platform == "win32":  # sockets are not counted
         return None
     import resource
@@ -24,7 +24,7 @@ def allow(count: int) -> int | None:
 
 
 def reserve(count: int) -> None:
-    """Gives the table of descriptors its size now. If it grows with a connection, accepting that one waits for a grace
+    """Gives the descriptor table its size now. If it grew with a connection, accepting that one would wait for a grace
     period of Linux's kernel, a third of a second on a busy machine."""
     if sys.platform == "win32":
         return

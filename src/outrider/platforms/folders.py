@@ -1,4 +1,4 @@
-"""Where a user's files lie: the cache, and the configuration."""
+"""Folders of a user's files: the cache and the configuration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Everything Outrider keeps between runs: OUTRIDER_CACHE, or the system's folder of caches: XDG_CACHE_HOME or
-    ~/.cache on Linux and macOS's ~/Library/Caches, %LOCALAPPDATA% on Windows. For a user without a home, as in a
-    container with a number for a user: `spare_root`."""
+    """The folder of everything kept between runs: OUTRIDER_CACHE, else the system's cache folder (XDG_CACHE_HOME or
+    ~/.cache on Linux, ~/Library/Caches on macOS, %LOCALAPPDATA% on Windows). For a user without a home, as in a
+    container with a numeric user: `spare_root`."""
     configured = os.environ.get("OUTRIDER_CACHE")
     if configured:
         return Path(configured)
@@ -27,15 +27,15 @@ def _caches() -> str:
 
 
 def config_file() -> Path:
-    """The user's config.toml: in XDG_CONFIG_HOME, %APPDATA% on Windows, else ~/.config (on macOS, too, as command line
-    programs have it)."""
+    """The user's config.toml: in XDG_CONFIG_HOME, %APPDATA% on Windows, else ~/.config (also on macOS, like other
+    command line programs)."""
     appdata = os.environ.get("APPDATA") if sys.platform == "win32" else None
     folder = os.environ.get("XDG_CONFIG_HOME") or appdata or "~/.config"
     return Path(os.path.expanduser(folder), "outrider", "config.toml")
 
 
 def spare_root() -> Path:
-    """The fallback if the cache cannot be written: this user's own folder in the temporary directory."""
+    """The fallback if the cache is not writable: this user's own folder in the temporary directory."""
     if not hasattr(os, "getuid"):  # Windows: each user has a temporary directory
         folder = Path(tempfile.gettempdir()) / "outrider"
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def spare_root() -> Path:
 
 
 def writable(root: Path) -> bool:
-    """Can a file be created there? Tried, since permissions do not reveal read-only mounts and full disks."""
+    """True if a file can be created there. Tries it, since permissions do not show read-only mounts and full disks."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as file:

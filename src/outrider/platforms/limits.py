@@ -7,8 +7,8 @@ import sys
 
 
 def missing_protection() -> str | None:
-    """What the sandboxes of templates, grammars and media files lack on this system; None: nothing. A server that other
-    machines can reach needs all of it."""
+    """Protection that the sandboxes of templates, grammars and media files lack on this system; None if they have all.
+    A server that other machines can reach needs all of it."""
     if sys.platform == "win32":
         return "Windows has neither fork nor resource limits here, so memory and processor time have no bounds"
     if sys.platform == "darwin":
@@ -17,6 +17,6 @@ def missing_protection() -> str | None:
 
 
 def lower_priority(amount: int) -> None:
-    """Leaves most of the processor to others."""
+    """Lowers this process's priority, so that it leaves most of the processor to others."""
     if hasattr(os, "nice"):
         os.nice(amount)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import BinaryIO
 
-FAR = 1 << 62  # Windows locks bytes, and others could not read them: so one that no file has
+FAR = 1 << 62  # Windows makes locked bytes unreadable to others: lock one behind the end of any file
 
 
 def lock_file(file: BinaryIO) -> None:
-    """Locks it until it is closed. OSError if another process has done so."""
+    """Locks the file until it is closed. Raises OSError if another process holds the lock."""
     if sys.platform == "win32":
         import msvcrt
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def total_bytes() -> int:
-    """Its size; 0 if the system does not say."""
+    """Size of the memory; 0 if unknown."""
     if sys.platform == "win32":
         return windows_memory()[0]
     if sys.platform == "darwin":
@@ -20,7 +20,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What programs can have without others losing theirs; half of all on macOS; 0 if the system does not say."""
+    """Memory that programs can allocate without swapping; on macOS half of the total; 0 if unknown."""
     if sys.platform == "win32":
         return windows_memory()[1]
     with suppress(OSError, StopIteration, ValueError), open("/proc/meminfo", encoding="ascii") as file:
@@ -29,7 +29,7 @@ def available_bytes() -> int:
 
 
 def windows_memory() -> tuple[int, int]:
-    """All, and what is available; zeros without the system call."""
+    """Total and available bytes; zeros without the system call."""
     kernel32 = getattr(getattr(ctypes, "windll", None), "kernel32", None)
     if kernel32 is None:
         return 0, 0

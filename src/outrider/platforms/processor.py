@@ -13,7 +13,7 @@ SYS = Path("/sys/devices")
 CGROUP = Path("/sys/fs/cgroup/cpu.max")
 CPUINFO = Path("/proc/cpuinfo")
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}
-# macOS's names of features, and Linux's
+# names of features in macOS and in Linux
 DARWIN_FEATURES = {
     "hw.optional.avx2_0": "avx2",
     "hw.optional.avx512f": "avx512f",
@@ -27,8 +27,8 @@ DARWIN_FEATURES = {
     "hw.optional.arm.FEAT_FP16": "asimdhp",
     "hw.optional.arm.FEAT_I8MM": "i8mm",
 }
-# IsProcessorFeaturePresent's numbers. Every processor with AVX2 that Windows 10 runs on has FMA and F16C. It has no
-# number for VNNI, so the levels beyond AVX2 are chosen by name only: --ops cpu:avx512.
+# Numbers of IsProcessorFeaturePresent. Every processor with AVX2 that Windows 10 supports has FMA and F16C. There is no
+# number for VNNI, so levels beyond AVX2 must be chosen explicitly: --ops cpu:avx512.
 WINDOWS_FEATURES = {40: ("avx2", "fma", "f16c"), 41: ("avx512f",), 43: ("asimddp",)}
 
 
@@ -39,7 +39,7 @@ def machine() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """Its features, by Linux's names of them."""
+    """The processor's features, by Linux's names."""
     if sys.platform == "darwin":
         return {feature for name, feature in DARWIN_FEATURES.items() if sysctl(name) == 1}
     if sys.platform == "win32":
@@ -54,7 +54,7 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """The cores this process may use: its affinity, less if a cgroup grants fewer."""
+    """Cores this process may use: its affinity, or fewer if a cgroup limits it."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no such file, or no limit: "max"
@@ -64,8 +64,8 @@ def usable_cores() -> int:
 
 
 def performance_cores() -> int | None:
-    """How many of this process's cores are fast ones; None if all are alike, or the system does not say. A pool's
-    barriers wait for its slowest member."""
+    """Number of fast cores of this process; None if all are alike or the system does not say. A pool's barriers wait
+    for its slowest member."""
     if sys.platform == "darwin":
         fast = sysctl("hw.perflevel0.logicalcpu")
         return fast if fast and (sysctl("hw.nperflevels") or 1) > 1 else None
@@ -80,13 +80,13 @@ def performance_cores() -> int | None:
 
 
 def default_threads() -> int:
-    """Threads of the kernels unless they are given: the fast cores this process may use."""
+    """Default threads of the kernels: the fast cores this process may use."""
     return min(usable_cores(), performance_cores() or usable_cores())
 
 
 def _linux_performance_cores() -> set[int]:
-    """Intel's hybrids have a device for each kind of core; ARM's kernels state a capacity for every core. Empty: none
-    is known to be faster."""
+    """The fast cores. Intel's hybrids have a device for each kind of core; ARM's kernels state a capacity for every
+    core. Empty if no core is known to be faster."""
     with suppress(OSError, ValueError):
         (SYS / "cpu_atom" / "cpus").read_text(encoding="ascii")
         return core_numbers((SYS / "cpu_core" / "cpus").read_text(encoding="ascii"))
@@ -100,7 +100,7 @@ def _linux_performance_cores() -> set[int]:
 
 
 def core_numbers(text: str) -> set[int]:
-    """The cores of a list such as `0-3,8`."""
+    """Core numbers in a list such as `0-3,8`."""
     cores = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -109,7 +109,7 @@ def core_numbers(text: str) -> set[int]:
 
 
 def _described(*keys: str) -> str:
-    """Linux's description of the processor; empty if there is none."""
+    """A field of Linux's description of the processor; empty if missing."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -118,7 +118,7 @@ def _described(*keys: str) -> str:
 
 
 def sysctl(name: str) -> int | None:
-    """A number that macOS keeps under this name."""
+    """Number under this name in macOS's sysctl; None if missing."""
     value = ctypes.c_int64(0)
     size = ctypes.c_size_t(ctypes.sizeof(value))
     call = getattr(ctypes.CDLL(None), "sysctlbyname", None)
@@ -128,7 +128,7 @@ def sysctl(name: str) -> int | None:
 
 
 def sysctl_text(name: str) -> str:
-    """A text that macOS keeps under this name; empty if there is none."""
+    """Text under this name in macOS's sysctl; empty if missing."""
     value = ctypes.create_string_buffer(256)
     size = ctypes.c_size_t(len(value))
     call = getattr(ctypes.CDLL(None), "sysctlbyname", None)
@@ -163,7 +163,7 @@ def _windows_performance_cores() -> int | None:
 
 
 def fast_cpu_sets(data: bytes) -> int | None:
-    """Counts records of SYSTEM_CPU_SET_INFORMATION with the highest class; None if all have the same."""
+    """Number of SYSTEM_CPU_SET_INFORMATION records with the highest efficiency class; None if all are equal."""
     classes = list[int]()
     at = 0
     while at + 20 <= len(data):

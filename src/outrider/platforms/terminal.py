@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def keys_hidden(terminal: int) -> Iterator[None]:
-    """Typed keys are neither shown nor dropped: the next reader gets them. Windows's consoles work so by themselves."""
+    """Hides typed keys but keeps them for the next reader. Consoles on Windows do so by themselves."""
     if sys.platform == "win32":
         yield
         return

@@ -33,14 +33,14 @@ from .data import Sequences
 from .forecast import free_bytes
 from .target import Described
 
-ADAPTER = "trained-for"  # the name of the target's adapter in the engine that answers
-HELD_EVERY = 5  # one answer in this many is held out while there are held-out prompts left
-Report = Callable[[int, int, int, float], None]  # answers done, answers in all, tokens made now, seconds
+ADAPTER = "trained-for"  # name of the target's adapter in the answering engine
+HELD_EVERY = 5  # every fifth answer is a held-out one, until the held-out prompts are used up
+Report = Callable[[int, int, int, float], None]  # finished answers, all answers, tokens of this run, seconds
 
 
 @dataclass(frozen=True)
 class Task:
-    """One answer to be made."""
+    """One answer to generate."""
 
     prompt: int
     draw: int
@@ -61,8 +61,9 @@ class RecordedAnswer(Task):
 def plan_tasks(count: int, heldout: np.ndarray, config: TrainConfig, weights: np.ndarray | float = 1.0) -> list[Task]:
     """Lists the requested answers to prompts 0..count-1, in an order of which every prefix is a fair sample.
 
-    heldout: these prompts get a greedy answer and, if answers are sampled at all, a sampled one.
-    weights [count]: answers per prompt, relative to 1."""
+    heldout: these prompts get a greedy answer and, if answers are sampled at all, a sampled one. weights [count]:
+    answers per prompt, relative to 1.
+    """
     seed = config.answer_seed or 0
     rng = np.random.default_rng((seed, 1))
     order = rng.permutation(count)
@@ -90,7 +91,7 @@ def plan_tasks(count: int, heldout: np.ndarray, config: TrainConfig, weights: np
 
 # ---- the file -------------------------------------------------------------------------------------------------------
 def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
-    """The last line of each answer counts; a last line torn by a crash, without a line feed, is ignored."""
+    """Reads the file. The last line of each answer counts; an incomplete last line, cut off by a crash, is ignored."""
     answers: dict[tuple[int, int], RecordedAnswer] = {}
     *lines, _torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
@@ -104,7 +105,7 @@ def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
 
 
 def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: int) -> Sequences:
-    """Prompts with their answers, in the order of the prompts whatever order they were finished in."""
+    """Prompts with their answers, in the order of the prompts, however they finished."""
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
     require(bool(listed), "no prompt was answered in the time there was: allow more (--minutes, answer_minutes)")
     rows = [np.concatenate([prompts[a.prompt], np.array(a.tokens)]) for a in listed]
@@ -124,13 +125,13 @@ def answering_engine(
     known: Described, device: str, dtype: torch.dtype, *, slots: int | None, longest: int, drafter: str = "none"
 ) -> Iterator[Engine]:
     """Yields an engine for answering: prompts and answers of `longest` tokens, no prefix cache, no text. On a GPU the
-    weights are dense, as in training: hundreds of rows gain nothing from 4 bits, and kernels for every format would be
-    compiled first. Afterwards its memory is freed, and torch has its threads again (the CPU kernels leave it one)."""
+    weights are dense, as in training: with hundreds of rows 4 bits gain nothing, and kernels for every format would
+    have to be compiled. Afterwards frees its memory and gives torch its threads back (the CPU kernels leave it one)."""
     cuda = device.startswith("cuda")
     page = EngineConfig().page_size
     threads = torch.get_num_threads()
-    context = longest + 1 + page  # the engine keeps a page aside
-    # positions of K/V: a third of what is free
+    context = longest + 1 + page  # the engine reserves a page
+    # K/V positions: a third of the free memory
     room = free_bytes(device) // 3 // max(1, kv_bytes(known.config, 1, dtype.itemsize if cuda else 4))
     batch = max(1, min(slots or (GPU_SLOTS if cuda else CPU_SLOTS), room // context))
     engine_config = EngineConfig(
@@ -147,7 +148,7 @@ def answering_engine(
     )
     try:
         engine = LLM.load(known.name, settings, say=lambda _: None).engine
-        engine.tokenizer = None  # token ids are all that is wanted
+        engine.tokenizer = None  # only token ids are needed
         yield engine
         del engine
     finally:
@@ -167,7 +168,7 @@ def answer_tasks(
     report: Report = lambda *_: None,
     halt: Halt = lambda: False,
 ) -> Iterator[RecordedAnswer]:
-    """Yields the answers that `had` lacks as they end; once `halt` says so, the unfinished ones too."""
+    """Yields the answers missing from `had` as they end; once `halt` returns True, also the unfinished ones."""
     waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
     began = time.perf_counter()
     reported_at = 0.0
@@ -179,7 +180,7 @@ def answer_tasks(
     adapter = ADAPTER if pool is not None and ADAPTER in pool.paths else None
     report(finished, total, 0, 0.0)
     while (waiting or running) and not halt():
-        while waiting and len(running) < 2 * engine.max_batch:  # a few wait in the engine, so that no slot ever does
+        while waiting and len(running) < 2 * engine.max_batch:  # a few wait in the engine, so that no slot stays empty
             task = waiting.popleft()
             before = had[task.key].tokens if task.key in had else []
             params = SamplingParams(temperature=task.temperature, max_tokens=max_new - len(before), seed=task.seed)
@@ -222,11 +223,12 @@ def append_answers(path: Path, answers: Iterator[RecordedAnswer]) -> None:
 
 
 def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) -> np.ndarray:
-    """Indices of the prompts that are held out for evaluation.
+    """Indices of the prompts held out for evaluation.
 
     lines: number of lines of the training file; every later prompt, and every copy of one, is held out. None: `heldout`
-    prompts, at most a fifth, chosen by their smallest digests wherever they stand in the file: a longer file that holds
-    the same prompts never holds out one that a run on the shorter file has learnt from."""
+    prompts, at most a fifth, chosen by their smallest digests wherever they stand in the file, so a longer file with
+    the same prompts never holds out one that a run on the shorter file has learnt from.
+    """
     hashes = (blake2b(prompts[i].tobytes(), digest_size=8).digest() for i in range(len(prompts)))
     digests = np.frombuffer(b"".join(hashes), ">u8")
     if lines is not None:

@@ -33,7 +33,7 @@ from .net import Drafted, DrafterModule, TrainNet, Weights
 from .target import CapturedStates, Layers, TrainTarget, capture
 
 Keys = tuple[Tensor, Tensor]
-GROUP = 16  # anchors of a sequence whose blocks attend together, at most
+GROUP = 16  # maximum anchors of a sequence whose blocks attend together
 TAPS = {"dflash": 5, "eagle3": 3}
 GEMMA_MASK = 4  # Gemma's own <mask>
 
@@ -71,14 +71,15 @@ def new_block(job: TrainConfig, target: ModelConfig, mask_id: int = 0) -> BlockC
 
 
 def spread_taps(depth: int, count: int) -> Layers:
-    """Layers evenly from the first quarter to the last but one: engines differ in what they expose after the last."""
+    """Layers spread evenly from the first quarter to the last but one: engines differ in what they expose after the
+    last."""
     low = depth // 4
     high = max(0, depth - 2)
     return tuple(sorted({low + round((high - low) * i / max(1, count - 1)) for i in range(count)}))
 
 
 def unused_token(data: Sequences, target: ModelConfig) -> int:
-    """The token of the masked slots: Gemma's own, else the last one that no sequence has."""
+    """Token of the masked slots: Gemma's <mask>, else the last one that no sequence contains."""
     if target.family in ("gemma3", "gemma4"):
         return GEMMA_MASK
     seen = np.zeros(target.vocab_size, bool)
@@ -93,8 +94,8 @@ class GroupedBlock(BlockNet):
     a K/V head are further queries of it."""
 
     def begin(self, start: Tensor, context: Tensor, group: int) -> None:
-        """start [B, M]: the first position of each block, M a multiple of `group`; context [B, T, H'] what layers read
-        of every position."""
+        """start [B, M]: first position of each block, M a multiple of `group`; context [B, T, H']: what layers read at
+        every position."""
         size, length, width = context.shape
         flat = context.reshape(size * length, width)
         at = torch.arange(length, device=start.device)
@@ -172,7 +173,7 @@ class BlockModule(TrainNet):
     config: BlockConfig
 
     def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
-        """The head's inputs of steps 1..steps (DFlash: as many as a block has), at the anchors of step 1."""
+        """Inputs of the head for steps 1..steps (DFlash: at most a block), at the anchors of step 1."""
         config = self.config
         rows = batch.anchors[0]
         size, length = batch.ids.shape
@@ -181,13 +182,13 @@ class BlockModule(TrainNet):
         group = -(-batch.most // -(-batch.most // GROUP))
         most = -(-batch.most // group) * group
         cell = line * most + torch.arange(len(rows), device=line.device) - first[line]
-        # places that no anchor fills draft from position 0
+        # unused places draft from position 0
         anchor = at.new_zeros(size * most).index_copy(0, cell, at).view(size, most)
         net = GroupedBlock(config, w, model.ops, model)
         streams = net.context([t.flatten(0, 1) for t in seen.taps])
 
         def token(j: int) -> Tensor:
-            """Token j positions after each anchor [B·M]."""
+            """The token j positions after each anchor [B·M]."""
             return batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)
 
         wide = batch.ids.shape[1] - batch.first
@@ -218,8 +219,8 @@ class BlockModule(TrainNet):
 
 @torch.no_grad()
 def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, reads: Layers) -> None:
-    """Layers start as target layers of the same shape: attention, MLP, norms; the norms of queries and keys at the
-    scale that these have there. The context starts as the stream after the last tap, which enters those layers."""
+    """Initialises layers with target layers of the same shape: attention, MLP, norms; norms of queries and keys at the
+    scale that they have there. The context starts as the stream after the last tap, which enters those layers."""
     config = net.config
     target = model.config
     seen = capture(model, batch.ids, tuple(max(0, r - 1) for r in reads))
@@ -252,7 +253,8 @@ def start_from_layers(net: BlockModule, model: TextModel, batch: TrainBatch, rea
 def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> DrafterConfig | BlockConfig:
     """Reads the configuration of a drafter on disk.
 
-    OutriderError if it is damaged, does not fit the target or is not of this --kind."""
+    Raises OutriderError if it is damaged, does not fit the target or is not of this --kind.
+    """
     files = hub.resolve(name, kind="drafter")
     block = is_block(files.config)
     if kind is not None and block == (kind == "mtp"):
@@ -265,7 +267,7 @@ def drafter_config(name: str, target: ModelConfig, kind: str | None = None) -> D
 
 
 def load_net(name: str, target: TrainTarget, seed: int = 0) -> TrainNet:
-    """A drafter on disk."""
+    """Loads a drafter from disk."""
     config = drafter_config(name, target.config)
     if isinstance(config, DrafterConfig):
         net: TrainNet = DrafterModule(replace(config, target_hash=target.hash), target.config, seed)
@@ -281,12 +283,12 @@ def load_net(name: str, target: TrainTarget, seed: int = 0) -> TrainNet:
 
 
 def start_block(job: TrainConfig, target: TrainTarget, data: Sequences, say: Say) -> BlockModule:
-    """The drafter of a run, with its initial weights."""
+    """The drafter of a run with its initial weights."""
     model = target.model
     config = new_block(job, target.config, unused_token(data, target.config))
     net = BlockModule(config, job.seed).to(model.device)
     if (job.out / "checkpoint.pt").exists() or target.config.family != "llama" or config.kind != "dflash":
-        return net  # its weights come from there, or it starts at random
+        return net  # weights come from the checkpoint, or start at random
     reads = spread_reads(target.config, len(config.layers))
     some = make_batch(data, plan_epoch(data, START_ROWS, tokens=4 * START_ROWS, seed=job.seed, epoch=0)[0], 1).to(
         model.device

@@ -18,7 +18,7 @@ from types import FrameType
 
 @dataclass(frozen=True)
 class Budget:
-    """`minutes` None: as long as it takes."""
+    """The time of the whole command. `minutes` None: unlimited."""
 
     minutes: float | None
     began: float
@@ -38,20 +38,20 @@ class Budget:
 
     @property
     def overdrawn(self) -> bool:
-        """Evaluations are planned to end in time; one that takes a tenth of it more is given up."""
+        """True if an evaluation exceeds the time by a tenth; it was planned to end in time and is given up."""
         return self.left < -0.1 * self.seconds
 
 
-Halt = Callable[[], bool]  # whether an evaluation is to be given up
+Halt = Callable[[], bool]  # returns True to give up an evaluation
 
 
 class Halted(Exception):
-    """An evaluation was given up: a stop was requested, or the time is over."""
+    """Raised when an evaluation is given up: a stop was requested, or the time is over."""
 
 
 @dataclass
 class Stop:
-    """Set from outside to end the run early."""
+    """A request from outside to end the run early."""
 
     signal: int = 0  # the signal that requested the stop; 0: none
 
@@ -62,7 +62,7 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """In this context SIGINT and SIGTERM request a stop. Signals reach the main thread only."""
+    """Lets SIGINT and SIGTERM request a stop inside this context. Signals reach the main thread only."""
     stop = Stop()
     heard = threading.current_thread() is threading.main_thread()
 

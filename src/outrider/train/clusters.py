@@ -34,13 +34,13 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
     size = vocab // clusters
     x = F.normalize(rows.float(), dim=-1)
     generator = torch.Generator().manual_seed(seed)
-    # directions survive a random projection, and a CPU is as many times faster
+    # random projection keeps directions and saves a CPU time in proportion
     if not x.is_cuda and x.shape[1] > CPU_WIDTH:
         x = F.normalize(x @ torch.randn(x.shape[1], CPU_WIDTH, generator=generator), dim=-1)
         iterations = min(iterations, CPU_ITERATIONS)
     centres = x[torch.randperm(vocab, generator=generator)[:clusters].to(x.device)]
     every = torch.arange(vocab, device=x.device)
-    for _ in range(iterations):  # unbalanced first: cheap, and most of the way
+    for _ in range(iterations):  # unbalanced k-means first: cheap, and most of the improvement
         near = closest(x, every, centres)[1]
         sums = torch.zeros_like(centres).index_add_(0, near, x)
         count = torch.bincount(near, minlength=clusters)
@@ -51,15 +51,15 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
 
 
 def closest(x: Tensor, rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """For these rows of x: the score of the best centre, and its index."""
+    """Score and index of the best centre for these rows of x."""
     similarities = [(x[part] @ centres.T).max(-1) for part in rows.split(16384)]
     return torch.cat([f.values for f in similarities]), torch.cat([f.indices for f in similarities])
 
 
 def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
-    """Assign every row to one cluster, `size` rows per cluster. In rounds: each row applies to its best cluster with
+    """Assigns every row to one cluster, `size` rows per cluster. In rounds: each row applies to its best cluster with
     free places, and a cluster with more applicants than places keeps the closest. A row near many full clusters ends in
-    the best of the rest."""
+    the best of the others."""
     vocab = x.shape[0]
     clusters = centres.shape[0]
     owner = torch.full((vocab,), -1, dtype=torch.int64, device=x.device)
@@ -100,7 +100,7 @@ def likely_together(
         q = (part @ head.T).float().softmax(-1)  # [chunk, V]
         mean += q.sum(0)
         where += q.sqrt_().T @ torch.randn(part.shape[0], width, generator=generator).to(g.device)
-    # a token that is likely nowhere has a profile of noise: its head row decides there
+    # the profile of a token that is likely nowhere is noise: its head row decides
     meaning = F.normalize(head.float(), dim=-1)
     features = torch.cat((F.normalize(where, dim=-1), MEANING * meaning), -1)
     rank = mean.argsort(descending=True)
@@ -140,9 +140,9 @@ class Recall:
     """One point of the recall / cost curve of a clustered head."""
 
     top: int
-    share: float  # of the vocabulary that is scored
+    share: float  # share of the vocabulary that is scored
     recall: float  # how often the full head's choice is among the scored tokens
-    weights: int  # weights read by the head: rows scored and centroids
+    weights: int  # weights read by the head: scored rows and centroids
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) ->
     width = g.shape[1]
     right = cluster_of(order, clusters)[choice]
     size = vocab // clusters
-    ranks = []  # of the right cluster: how many score above it
+    ranks = []  # number of clusters scored above the right one
     for states, label in zip(g.split(8192), right.split(8192), strict=True):
         z = (states @ centroids.to(g.dtype).T).float()
         ranks.append((z > z.gather(1, label[:, None])).sum(1))
@@ -168,7 +168,8 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) ->
 
 
 def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Recall:
-    """The cheapest point that finds the token often enough; else the best one that scores less than `most` of all."""
+    """The cheapest point that contains the token often enough; else the best one that scores less than `most` of the
+    vocabulary."""
     allowed = [r for r in curve if r.share < most]
     what = "less than the allowed share of the vocabulary"
     require(bool(allowed), f"no top of the clustered head scores {what}: more clusters are needed")
@@ -180,7 +181,7 @@ def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Re
 def fit_centroids(
     g: Tensor, label: Tensor, centroids: Tensor, steps: int, lr: float, batch: int = 8192, seed: int = 0
 ) -> Tensor:
-    """Centroids tuned on recorded states: g [A, h], label [A] the cluster of the token chosen there."""
+    """Centroids fitted to recorded states: g [A, h], label [A] the cluster of the chosen token."""
     generator = torch.Generator().manual_seed(seed)
     c = torch.nn.Parameter(centroids.float().clone())
     optimizer = torch.optim.AdamW([c], lr=lr, weight_decay=0.0)

@@ -12,14 +12,14 @@ from typing import Annotated, Any, get_type_hints
 from ..types import is_a, require
 
 Say = Callable[[str], None]
-# sequences answered at a time that each device is good at
+# sequences that each device answers well at a time
 CPU_SLOTS = 8
 GPU_SLOTS = 256
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The allowed values of a field, in words and as a test."""
+    """Allowed values of a field, in words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -43,7 +43,7 @@ KIND = one_of("mtp", "dflash", "eagle3")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A field with a text in its annotation is an option of the command, and the text is its help."""
+    """Settings of a run. A field with a text in its annotation is an option of the command; the text is its help."""
 
     target: Annotated[str, "The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id."]
     data: Annotated[Path, "Prompts as JSON lines ({'prompt': ...}), gzipped or not."]
@@ -61,7 +61,7 @@ class TrainConfig:
     slots: Annotated[int | None, COUNT] = None  # prompts answered at a time; None: 8, on a GPU 256
     categories: dict[str, float] = field(default_factory=dict)  # answers per prompt of a category, where others get 1
     carry: tuple[Path, ...] = ()  # data of earlier phases to learn from too
-    carry_share: Annotated[float, SHARE] = 1.0  # share of their sampled answers that is taken
+    carry_share: Annotated[float, SHARE] = 1.0  # share of their sampled answers that is used
     # the drafter
     kind: Annotated[str, KIND, "mtp: reads the target's K/V. dflash, eagle3: kinds other engines load too."] = "mtp"
     init: Annotated[str | None, "Start from this drafter (for a fine-tuned or quantised target)."] = None
@@ -73,10 +73,10 @@ class TrainConfig:
     taps: tuple[int, ...] = ()  # target layers whose hidden state is fed in; empty: none; dflash, eagle3: 5, 3 of them
     hidden_size: Annotated[int | None, COUNT] = None  # None: the target's (plain), 256 (gemma)
     intermediate_size: Annotated[int | None, COUNT] = None
-    clusters: Annotated[int | None, SIZE] = None  # of the head; None: by the vocabulary; 0: none
+    clusters: Annotated[int | None, SIZE] = None  # clusters of the head; None: by the vocabulary; 0: no clusters
     recluster: bool = False  # with init: cluster the vocabulary again, by which tokens are likely together
     cluster_recall: Annotated[float, SHARE] = 0.99  # cluster_top is the cheapest that finds the full head's token
-    cluster_top: Annotated[int | None, COUNT] = None  # clusters scored per step instead, whatever they find
+    cluster_top: Annotated[int | None, COUNT] = None  # number of clusters scored per step, instead of by recall
     # the loss
     unroll: Annotated[int, SIZE] = 0  # draft tokens per anchor; 0: 5, on a CPU 3; dflash: 7, a block of 8
     # share of a batch's positions that are drafted from; 0: all; dflash, eagle3: a quarter
@@ -95,20 +95,20 @@ class TrainConfig:
     minutes: Annotated[
         float | None, POSITIVE, "Wall-clock time of loading, answering, training and evaluation, instead of --steps."
     ] = None
-    answer_minutes: Annotated[float | None, POSITIVE] = None  # of these, at most for answering
+    answer_minutes: Annotated[float | None, POSITIVE] = None  # maximum minutes for answering
     optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
     lr: Annotated[float, POSITIVE, "Learning rate."] = 2e-3
     warmup_steps: Annotated[int, SIZE] = 0  # 0: 50, on a CPU 10
     lr_hold: Annotated[float, SHARE] = 0.3  # share of the run at the full rate; then it falls linearly
     lr_final: Annotated[float, SHARE] = 0.02  # to this share of it
-    batch_anchors: Annotated[int | None, COUNT] = None  # drafted from per batch; None: what memory and speed allow
+    batch_anchors: Annotated[int | None, COUNT] = None  # anchors per batch; None: by memory and speed
     seed: int = 0
     log_every: Annotated[int, COUNT] = 20
     eval_every: Annotated[int, SIZE] = 500  # steps; 0: only at the end
     save_minutes: Annotated[float, POSITIVE] = 1.0
     # where
     device: str = "cpu"
-    dtype: Annotated[str, one_of("", "float32", "bfloat16")] = ""  # empty: bfloat16 where the device multiplies it
+    dtype: Annotated[str, one_of("", "float32", "bfloat16")] = ""  # empty: bfloat16 if the device multiplies it
     command: str = ""
 
     @property
@@ -144,7 +144,7 @@ class TrainConfig:
         return replace(self, **settings).validated()
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a run must keep, or report a change of, as JSON holds them."""
+        """The settings that a resumed run must keep, or report a change of, as JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in FREE}
 
 
@@ -162,7 +162,7 @@ class EvalConfig:
     dtype: str = "float32"
 
 
-# Defaults of a device, and those of a kind of drafter, which win.
+# Defaults by device, and by kind of drafter, which take precedence.
 OF_DEVICE: dict[str, dict[str, float]] = {
     "cuda": {"max_prompt": 512, "max_new": 192, "unroll": 5, "warmup_steps": 50},
     "cpu": {"max_prompt": 256, "max_new": 96, "unroll": 3, "warmup_steps": 10},

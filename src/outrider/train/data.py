@@ -24,7 +24,7 @@ from torch import Tensor
 from ..types import bad_input, require
 
 T = TypeVar("T")
-DAMAGED = (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error)  # how reading a broken file may fail
+DAMAGED = (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error)  # errors of reading a broken file
 
 
 def file_hash(path: str | Path) -> str:
@@ -110,11 +110,11 @@ class TrainBatch:
     first: int
     anchors: list[Tensor]  # per step j = 1..K: int64 [A_j] rows of [B·Tq]
     targets: list[Tensor]  # per step: int64 [A_j] which of the N teacher rows each anchor is compared with
-    which: np.ndarray  # int64 [B] the sequences, by their place in the data
-    most: int  # anchors of one sequence, at most
+    which: np.ndarray  # int64 [B] index of each sequence in the data
+    most: int  # maximum anchors of one sequence
 
     def where(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of [B·Tq] -> the sequence and the position of each."""
+        """Sequence and position of each of these rows of [B·Tq]."""
         width = self.ids.shape[1] - self.first
         return rows // width, rows % width + self.first
 
@@ -131,8 +131,8 @@ class TrainBatch:
 def make_batch(
     data: Sequences, which: np.ndarray, steps: int, multiple: int = 8, share: float = 1.0, seed: tuple[int, ...] = ()
 ) -> TrainBatch:
-    """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2.
-    share: of each sequence's anchors, drawn by the seed."""
+    """Anchors a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2.
+    share: fraction of each sequence's anchors, drawn by the seed."""
     lengths = data.lengths[which]
     prompt_lengths = data.prompts[which].astype(np.int64)
     width = -(-int(lengths.max()) // multiple) * multiple
@@ -169,8 +169,8 @@ def make_batch(
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Sequences of similar shape together (little padding), cut at `anchors` query rows or `tokens` tokens; the order
-    and the composition of batches depend on (seed, epoch) alone."""
+    """Batches of sequences of similar shape (little padding), cut at `anchors` query rows or `tokens` tokens. Their
+    order and composition depend on (seed, epoch) alone."""
     rng = np.random.default_rng((seed, epoch))
     lengths = data.lengths
     prompt_lengths = data.prompts
@@ -203,7 +203,7 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
 
 
 def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
-    """Make items (none of them None) in a thread ahead of their use; an error there is raised here."""
+    """Makes items (none of them None) in a thread ahead of their use; errors are raised here."""
     pool = ThreadPoolExecutor(1)
     try:
         ahead = deque(pool.submit(next, items, None) for _ in range(depth))
@@ -211,5 +211,5 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
             ahead.append(pool.submit(next, items, None))
             yield item
     finally:
-        # and wait: a thread inside torch while the interpreter ends would abort the process
+        # wait for it: a thread inside torch would abort the process when the interpreter ends
         pool.shutdown(cancel_futures=True)

@@ -28,13 +28,13 @@ from .losses import exact_logits
 from .net import DrafterModule
 from .target import Layers, capture
 
-START_ROWS = 1024  # anchors that a drafter's start is fitted on, at least
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
+START_ROWS = 1024  # minimum anchors that the initial weights are fitted on
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # relative to the mean square of the inputs
 
 
 def spread_reads(target: ModelConfig, count: int) -> Layers:
-    """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last
-    one included. No other choice is worth as much, and the upper ones are best (docs/training.md)."""
+    """`count` layers with their own K/V, evenly spaced over the upper half (or all layers if that is too few),
+    including the last. No other choice matters as much, and upper layers are best (docs/training.md)."""
     owners = target.kv_layers
     has = f"the target has {len(owners)} that own K/V"
     require(count <= len(owners), f"{count} drafter layers cannot read different layers: {has}")
@@ -43,7 +43,7 @@ def spread_reads(target: ModelConfig, count: int) -> Layers:
 
 
 def default_clusters(vocab: int) -> int:
-    """The divisor of the vocabulary nearest to 4.2·√V (1024 of 49,152; 1187 of 151,936); 0: none is near it."""
+    """The divisor of the vocabulary nearest to 4.2·√V (1024 of 49,152; 1187 of 151,936); 0 if none is near."""
     aim = 4.2 * vocab**0.5
     divisors = [d for d in range(8, vocab // 4 + 1) if vocab % d == 0]
     best = min(divisors, key=lambda d: abs(math.log(d / aim)), default=0)
@@ -76,7 +76,7 @@ def plain(
 
 
 def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> DrafterConfig:
-    """Gemma 4's layout: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
+    """Gemma 4's layout: `gemma4_assistant` if the target is Gemma 4, else our own model_type."""
     layers = []
     for kind in ("sliding", "sliding", "sliding", "full"):
         donor = target.layers[target.donor(kind)]
@@ -87,7 +87,7 @@ def gemma(target: ModelConfig, hidden: int, intermediate: int | None = None) -> 
 
 
 def bare(target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec]) -> DrafterConfig:
-    """The parts common to both styles."""
+    """Parts common to both styles."""
     wide = target.hidden
     vocab = target.vocab_size
     return DrafterConfig(
@@ -107,7 +107,7 @@ def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) 
     clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
     style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
     if style == "gemma":
-        wide = job.hidden_size or min(256, target.hidden)  # its head is the target's, in fewer directions
+        wide = job.hidden_size or min(256, target.hidden)  # the head is the target's in fewer dimensions
         advice = "give less, or style plain"
         require(wide <= target.hidden, f"hidden_size {wide} is wider than the target ({target.hidden}): {advice}")
         config = gemma(target, wide, job.intermediate_size)
@@ -131,7 +131,7 @@ def start_from_target(net: DrafterModule, model: TextModel) -> None:
         down = as_tensor(block.down).float()  # [H, I]
         strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
         keep = strength.topk(min(layer.intermediate, gate.shape[0])).indices
-        # a wider MLP than the target's keeps its random rest
+        # additional neurons of a wider MLP stay random
         gate_up = net.weight(at + "gate_up")
         count = keep.numel()
         gate_up[:count] = gate[keep]
@@ -164,7 +164,8 @@ def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch])
 
 
 def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> the factor from x to y; ridge: how far it is held back."""
+    """Solves for the factor from x to y. gram = xᵀx [in, in], cross = xᵀy [in, ...]; ridge: strength of
+    regularisation."""
     damp = ridge * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
     return torch.linalg.solve((gram + damp).double(), cross.double()).float()
 
@@ -178,7 +179,7 @@ def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) 
     layer = max(0, net.layers[0].attn.kv_layer - 1)
     width = config.backbone_hidden * (2 + len(config.taps))
     device = model.device
-    gram = [torch.zeros(width, width, device=device) for _ in range(2)]  # of the rows to fit, to judge by
+    gram = [torch.zeros(width, width, device=device) for _ in range(2)]  # of rows to fit, and of rows to evaluate
     cross = [torch.zeros(width, config.hidden, device=device) for _ in range(2)]
     power = [0.0, 0.0]
     for batch in batches:
@@ -187,7 +188,7 @@ def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) 
         parts = [model.embed(batch.ids[b, a + 1]), seen.hidden[b, a], *(t[b, a] for t in seen.taps[:-1])]
         x = torch.cat([model.ops.rms_norm(part, None, eps) for part in parts], -1).float()
         y = seen.taps[-1][b, a + 1].float()
-        # huge single coordinates of the residual stream (attention sinks) would own the fit
+        # huge single coordinates of the residual stream (attention sinks) would dominate the fit
         y = y.clamp(-10 * y.std(), 10 * y.std())
         judged = torch.arange(len(x), device=device) % 4 == 3
         for n, rows in enumerate((~judged, judged)):
@@ -227,7 +228,7 @@ def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None
 
 @torch.no_grad()
 def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
-    """token_ordering by balanced k-means of the head's rows; centroids start as the clusters' means."""
+    """Initialises token_ordering by balanced k-means of the head's rows, and centroids as the clusters' means."""
     rows = as_tensor(model.head) if net.config.tied_to_target else net.weight("embed")
     order, means = balanced_kmeans(rows, net.config.clusters, seed=seed)
     net.weight("token_ordering").copy_(order)
@@ -236,8 +237,8 @@ def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
 
 @torch.no_grad()
 def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
-    """Clusters of tokens that are likely in the same places, in the first four draft steps on `data`; centroids fitted
-    to tokens drawn from the full head's distribution. Returns the number of states looked at."""
+    """Clusters tokens that are likely in the same places, in the first four draft steps on `data`, and fits centroids
+    to tokens drawn from the full head's distribution. Returns the number of states used."""
     judge = Judge(model, net)
     clusters = net.config.clusters
     seen = Recorded()

@@ -31,24 +31,24 @@ from .net import TrainNet
 from .target import capture
 
 Walk = tuple[int, int, np.ndarray]
-Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A, h], and what the head chose there [A]
+Recorded = list[tuple[Tensor, Tensor]]  # per step: states [A, h] of the drafter and the head's choices [A]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Per answer, for each of its anchors: how many drafted tokens are right, and the drafter's confidence in each."""
+    """Per answer and anchor: number of right drafted tokens, and the drafter's confidence in each."""
 
     right: list[np.ndarray]  # int64 [anchors]
-    sure: list[np.ndarray]  # float32 [anchors, most]; of no meaning behind the first wrong token
+    sure: list[np.ndarray]  # float32 [anchors, most]; undefined behind the first wrong token
 
     def runs(self) -> list[Runs]:
-        """Returns the accepted tokens and confidences from which an acceptance profile is measured."""
+        """Accepted tokens and confidences, from which an acceptance profile is measured."""
         return [(right.tolist(), sure.tolist()) for right, sure in zip(self.right, self.sure, strict=True)]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A drafter, as it will be stored, and its target."""
+    """Evaluates a drafter in the form in which it is stored, with its target."""
 
     model: TextModel
     net: TrainNet
@@ -65,7 +65,7 @@ class Judge:
 
     @cached_property
     def clusters(self) -> tuple[Tensor, Tensor] | None:
-        """Ids [C, S], and the cluster of each token [V]; None: all are scored."""
+        """Ids [C, S], and the cluster of each token [V]; None: all tokens are scored."""
         order = self.weights.get("token_ordering")
         count = self.net.config.clusters
         return None if self.full or not count or order is None else (order.view(count, -1), cluster_of(order, count))
@@ -82,10 +82,11 @@ class Judge:
         return None, z
 
     def choose(self, g: Tensor, sampling: SamplingBatch, at: Tensor, weigh: bool = True) -> tuple[Tensor, Tensor]:
-        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens
-        it scored. `at` [A]: the positions guessed. In pieces: nothing of size [A, V] is ever there."""
+        """Tokens [A] for states g [A, h], and the drafter's confidence in each, float32 [A] (only with `weigh`, else
+        0), among the scored tokens. `at` [A]: the positions guessed. Computed in pieces, so that nothing of size [A, V]
+        is allocated."""
         step = chunk_rows(g.device, 8 * self.head.shape[0] * (4 if sampling.any_sampled else 1))
-        # its noise is the definition
+        # the reference defines the noise
         ids = None if self.clusters is None else self.clusters[0]
         ops = ReferenceOps()
         out = torch.zeros_like(at)
@@ -106,14 +107,14 @@ class Judge:
         record: Recorded | None = None,
         weigh: bool = False,
     ) -> Judged:
-        """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the
-        answers were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: compute the
-        drafter's confidence too."""
+        """Per sequence: for anchors p-1, p, ..., n-3, how many of up to `most` drafted tokens are right, drafted as the
+        answers were chosen: at their temperature, with their noise. `record` receives every step that counts; `weigh`:
+        also computes the drafter's confidence."""
         out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
         confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
         model = self.model
         device = self.model.device
-        anchors = 16384 if device.type == "cuda" else 1024  # on a CPU few: a batch ends when its last draft fails
+        anchors = 16384 if device.type == "cuda" else 1024  # few on a CPU: a batch ends when its last draft fails
         for which in plan_epoch(data, anchors, tokens=8 * anchors, seed=0, epoch=0):
             if self.halt():
                 raise Halted
@@ -131,7 +132,7 @@ class Judge:
             seen = capture(model, batch.ids, self.net.taps)
             for j, g in enumerate(self.net.unroll(self.weights, model, seen, batch=batch, steps=most), 1):
                 b, at = batch.where(alive)
-                at = at + j + 1  # the position being guessed
+                at = at + j + 1  # position being guessed
                 inside = at < ends[b]
                 alive = alive[inside]
                 b = b[inside]
@@ -156,7 +157,8 @@ class Judge:
 
 
 def walk(right: np.ndarray, k: int) -> Walk:
-    """One answer's matches -> tokens emitted after the first, cycles, how many of these accepted at least j = 1..k."""
+    """Follows decoding through one answer's matches. Returns tokens emitted after the first, cycles, and how many
+    cycles accepted at least j = 1..k."""
     left = len(right)
     at = 0
     cycles = 0
@@ -199,13 +201,13 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
 
 
 def cycle_costs(draft_cost: float, verify_cost: float = 0.02, once: bool = False) -> list[float]:
-    """Costs of a cycle by K = 0..16 where they were not measured, as shares of a plain step: `draft_cost` of a draft
-    step (`once`: of the whole draft, whatever K is), `verify_cost` of each further verified row."""
+    """Estimated costs of a cycle for K = 0..16, relative to a plain step: `draft_cost` per draft step (`once`: per
+    draft, whatever K is), `verify_cost` per additional verified row."""
     draft_steps = [min(k, 1) if once else k for k in range(MAX_DRAFT + 1)]
     return [1.0 + steps * draft_cost + k * verify_cost for k, steps in enumerate(draft_steps)]
 
 
 def best_k(tokens_per_cycle: Mapping[int, float], costs: Sequence[float]) -> int:
-    """The K with the most tokens per unit of time; 0 if plain decoding is fastest. costs: of a cycle by K."""
+    """The K with the most tokens per unit of time; 0 if plain decoding is fastest. costs: of a cycle, by K."""
     rates = {0: 1.0 / costs[0], **{k: tokens / costs[k] for k, tokens in tokens_per_cycle.items()}}
     return max(rates, key=lambda k: rates[k])

@@ -73,7 +73,7 @@ def config_dict(config: DrafterConfig) -> Json:
 
 
 def _gemma_dict(config: DrafterConfig) -> Json:
-    """The configuration of one of Google's assistants, with this drafter's sizes."""
+    """Configuration of one of Google's assistants, with this drafter's sizes."""
     named = {"gemma4_assistant": "Gemma4", "gemma4_unified_assistant": "Gemma4Unified"}.get(config.model_type)
     theirs = BUILTIN_CONFIGS[f"google/gemma-4-{'12B' if named == 'Gemma4Unified' else 'E2B'}-it-assistant"]
     some = config.layers[0]
@@ -180,13 +180,13 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
     scales["output_multiplier"] = None if config.output_scale == 1.0 else config.output_scale
     nested |= {k: v for k, v in scales.items() if v is not None}
     top: Json = {"architectures": ["DFlashDraftModel"], "block_size": config.block, "dflash_config": nested}
-    if len(set(config.causal)) == 1:  # vLLM reads the one, SGLang the other
+    if len(set(config.causal)) == 1:  # the first is read by vLLM, the second by SGLang
         nested["causal"] = top["is_causal"] = config.causal[0]
     return {**body, **top, **{k: v for k, v in drafted.items() if v is not None}}
 
 
 def rope_dict(rope: RopeSpec, gemma: bool) -> Json:
-    """gemma: in Gemma's layout, which has partly rotated heads, but not Llama 3's frequencies."""
+    """Rope settings. gemma: in Gemma's layout, which has partly rotated heads but not Llama 3's frequencies."""
     partly = rope.rotated != rope.head_dim // 2
     require(gemma or not partly, "partly rotated heads cannot be written in this layout")
     require(not gemma or rope.scaling != "llama3", "rotary frequencies of Llama 3 have no place in Gemma's layout")
@@ -207,8 +207,8 @@ def save_drafter(
     provenance: Mapping[str, Any] = {},
     card: str = "",
 ) -> None:
-    """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
-    replaced last and whole, so that a full disk leaves what was there."""
+    """Writes config.json, generation_config.json and model.safetensors (and provenance.json, README.md). The weights
+    file is replaced last and as a whole, so a full disk leaves the previous files."""
     tensors: dict[str, Tensor] = {}
     for name, plan in tensor_plan(config).items():
         tensor = weights[name].detach().cpu()
@@ -228,7 +228,7 @@ def save_drafter(
 def write_folder(
     folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, Mapping[str, Any]], card: str = ""
 ) -> None:
-    """model.safetensors, JSON files and the card; empty ones are left out."""
+    """Writes model.safetensors, JSON files and the card, omitting empty ones."""
     advice = "free some space and run the command again"
     with bad_input(OSError, lambda error: f"{folder}: the drafter cannot be written ({error}); {advice}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,20 +239,20 @@ def write_folder(
                 write_json(folder / name, content)
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
-        # safetensors makes it readable by its owner only: a server may run as another user
+        # safetensors makes files readable by their owner only, but a server may run as another user
         part.chmod(S_IMODE((folder / "config.json").stat().st_mode))
         part.replace(folder / "model.safetensors")
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Atomic: the file is whole or unchanged."""
+    """Writes atomically: the file is complete or unchanged."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def read_json(path: Path) -> Json:
-    """Empty if there is no such file, or no JSON in it."""
+    """The object in a JSON file; empty if the file is missing or not JSON."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):

@@ -53,9 +53,9 @@ def scored(result: Judged, most: int) -> Json:
 
 
 def judge(model: TextModel, net: TrainNet, data: Sequences, temperature: float, halt: Halt = lambda: False) -> Json:
-    """An evaluation during training on held-out answers: greedy ones by the full head, and under "sampled" those drawn
-    at `temperature`, by the head as it will draft; score: tokens per cycle at K = 4, the mean of both if there are
-    both. Halted where `halt` ends it."""
+    """An evaluation during training on held-out answers: greedy ones with the full head, and under "sampled" those
+    drawn at `temperature`, with the head as deployed. score: tokens per cycle at K = 4, the mean of both if both exist.
+    Raises Halted if `halt` ends it."""
     evaluations = [
         scored(Judge(model, net, full=kind, halt=halt).drafts(data.select(data.greedy == kind), 8, heat), 8)
         for kind, heat in ((True, 0.0), (False, temperature))
@@ -68,9 +68,9 @@ def judge(model: TextModel, net: TrainNet, data: Sequences, temperature: float, 
 
 
 def load_best(trainer: Trainer) -> int:
-    """Loads the weights of the best evaluation where they are better than the last ones, so that no better drafter is
-    overwritten. Where the evaluation of the last ones was given up and only the drafter at the start was evaluated,
-    they are kept. Returns the step whose weights the net has now. Last weights that lose stay in OUT/last."""
+    """Loads the weights of the best evaluation if they are better than the last ones, so that no better drafter is
+    overwritten. If the evaluation of the last ones was given up and only the initial drafter was evaluated, keeps the
+    last ones. Returns the step of the net's weights. Last weights that lose stay in OUT/last."""
     job = trainer.config
     net = trainer.net
     step = trainer.progress.step
@@ -88,7 +88,8 @@ def load_best(trainer: Trainer) -> int:
 
 
 def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = lambda: False) -> Row:
-    """The best weights, the top of the clustered head, the final evaluation (as far as `halt` allows), the files."""
+    """Chooses the best weights and the clusters scored per step, evaluates as far as `halt` allows, and writes the
+    files."""
     job = trainer.config
     model = trainer.model
     net = trainer.net
@@ -125,13 +126,13 @@ def finish(trainer: Trainer, target_hash: str, aside: Sequences, halt: Halt = la
 
 
 def write_drafter(trainer: Trainer, target_hash: str, result: Row, runs: list[Runs]) -> None:
-    """OUT/drafter, unmeasured and without log and curve where the result is empty."""
+    """Writes OUT/drafter. Without a result: without acceptance profile, log and curve."""
     out = trainer.config.out
     net = trainer.net
     story = provenance(trainer, target_hash)
     folder = out / "drafter"
     log = out / "log.jsonl"
-    (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
+    (folder / acceptance.FILE).unlink(missing_ok=True)  # belongs to other weights
     save_drafter(
         folder, net.config, weights=net.export(), provenance=story, card=model_card(net.config, result, [story])
     )
@@ -177,7 +178,7 @@ def provenance(trainer: Trainer, target_hash: str) -> Row:
 
 
 def draw_curve(log: Path, to: Path) -> None:
-    """The learning curve as an SVG."""
+    """Writes the learning curve as SVG."""
     rows = read_rows(log)
     curve = [r for r in rows if "loss" in r]
     evals = [r for r in rows if "eval" in r]
@@ -193,7 +194,7 @@ def draw_curve(log: Path, to: Path) -> None:
 
 # ---- the model card --------------------------------------------------------------------------------------------------
 def model_card(config: DrafterConfig | BlockConfig, result: Json, runs: Sequence[Json]) -> str:
-    """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
+    """Text of the card. `result`: from `finish`; `runs`: provenance of every run, the last one last."""
     measured = any(view in result for view in VIEWS)
     parts = {
         "target": runs[-1]["target"],

@@ -35,48 +35,48 @@ from .losses import CPU_LOSS_ROWS, LossMix, row_terms
 GPU_ANCHORS = 16384
 FEWEST_ANCHORS = 256
 CPU_SCORED = 8192  # vocabulary tokens in a batch's loss on a CPU
-CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
-USUAL_LENGTH = 512  # tokens of a sequence, where memory depends on it
-SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others
-KEEP_SHARE = 0.25  # of the free memory that captured states may take
-EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step's products reach
-TIMED_SECONDS = 0.2  # of each measurement; ten times as long on a busy machine, whose momentary rate says little
-BUSY = 0.75  # share of the processor time that a process gets on a busy machine, at most
+CPU_STEP_SECONDS = 2.0  # intended time of a batch on a CPU
+USUAL_LENGTH = 512  # assumed tokens of a sequence, for memory
+SHARE = 0.4  # share of the free memory that a batch may take; as much is left to others
+KEEP_SHARE = 0.25  # share of the free memory that captured states may take
+EFFICIENCY = 0.45  # rate of a training step's products, relative to one large matrix product
+TIMED_SECONDS = 0.2  # length of a measurement; ten times as long on a busy machine, whose rate fluctuates
+BUSY = 0.75  # with at most this share of the processor time, the machine is busy
 # a drafter learns nothing from less
 FEWEST_STEPS = 50
 FEWEST_TOKENS = 2000
 HANDFUL = 10  # steps: a timed run that made fewer has failed
 SUSTAINED = 1.5  # whole runs took 1.3 to 1.7 times what their parts, timed one by one for a moment, add up to
-OP_SECONDS = 1.5e-5  # that torch takes to start an operation
-# of the minutes, where answer_minutes does not say: a CPU learns slowly
+OP_SECONDS = 1.5e-5  # torch's overhead per operation
+# default share of the minutes for answering: a CPU learns slowly
 ANSWER_SHARE = 0.4
 CPU_ANSWER_SHARE = 0.25
-# of the minutes, at most; passes over the held-out answers, with a reserve of a half
+# maximum share of the minutes; passes over the held-out answers, with a reserve of one half
 FINISH_SHARE = 0.1
 FINISH_PASSES = 6.0
 EXPORT_SECONDS = 3.0
-# of measuring the gain, at most, and as a share of the minutes
+# maximum time of measuring the gain, and maximum share of the minutes
 GAIN_SECONDS = 30.0
 GAIN_SHARE = 0.03
-LOAD_RATE = 5e7  # weights per second that are read and unpacked
-ANSWER_STEP_SECONDS = 1e-3  # of the engine's own work in a step
+LOAD_RATE = 5e7  # weights read and unpacked per second
+ANSWER_STEP_SECONDS = 1e-3  # overhead of an engine step
 # clustering a head: passes over the vocabulary, dimensions
 KMEANS_ROUNDS = 8.0
 KMEANS_WIDTH = 128.0
-FIT_TOKENS = 3.0  # that the target reads for each anchor that the drafter's input is fitted on
-HELD_SHARE = 0.2  # of the answers, held out
+FIT_TOKENS = 3.0  # tokens that the target reads per anchor when the drafter's input is fitted
+HELD_SHARE = 0.2  # share of the answers that is held out
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 def free_bytes(device: str) -> int:
-    """Free memory for this process; 8 GiB if the system does not report it."""
+    """Free memory for this process; 8 GiB if unknown."""
     free = memory.free_bytes(torch.device(device))
     return 8 << 30 if free == memory.UNKNOWN else max(free, 1 << 26)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a run's batches and chunks."""
+    """Sizes of a run's batches and chunks."""
 
     anchors: int  # query rows per batch
     scored: int  # tokens of the vocabulary in the loss; 0: all of it
@@ -85,16 +85,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """By the clock, so under the load of the moment."""
+    """Measured speed of this machine under its current load."""
 
     rate: float  # operations per second of large matrix products
     bandwidth: float  # bytes per second
-    pair: float = 0.0  # seconds of a row and a scored token in the loss, products apart
+    pair: float = 0.0  # seconds of the loss per row and scored token, products excluded
     share: float = 1.0  # of the processor time that this process got; 1 on an idle machine
 
     @staticmethod
     def measure(dtype: torch.dtype, width: int) -> MachineSpeed:
-        """Measures the processor. Takes less than a second, several if other processes use the machine too."""
+        """Measures the processor. Takes less than a second; several if other processes use the machine."""
         a, b = (torch.ones((n, width), dtype=dtype) for n in (512, 2048))
         z = torch.zeros(CPU_LOSS_ROWS, CPU_SCORED)
         best = torch.zeros(CPU_LOSS_ROWS, dtype=torch.int64)
@@ -113,8 +113,8 @@ class MachineSpeed:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Mean seconds of `work` by the clock, and by the processor time of each thread: what it would take on an idle
-    machine. The first call, in which memory is mapped and kernels are chosen, is not counted."""
+    """Mean seconds of `work` by the clock, and by the threads' processor time, which is what it would take on an idle
+    machine. The first call, which maps memory and chooses kernels, is not counted."""
     work()
     began = time.perf_counter()
     used = time.process_time()
@@ -131,11 +131,11 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of training, in floating-point operations and bytes."""
+    """Cost of training, in floating-point operations and bytes."""
 
     body: float  # operations per anchor: forward and backward of all unrolled steps without the head
     head: float  # operations per anchor and scored token
-    rows: float  # of an anchor in the loss
+    rows: float  # rows of an anchor in the loss
     target: float  # operations per token of the target's forward
     row_bytes: float  # an anchor's activations
     token_bytes: float  # of a captured token that is kept
@@ -146,7 +146,7 @@ class Work:
     ) -> Work:
         """`share`: of a batch's positions that a block drafter drafts from."""
         wide = config.hidden if isinstance(config, BlockConfig) else max(config.hidden, config.backbone_hidden)
-        # a layer keeps about eight rows of the hidden width and four of its MLP's for the backward pass
+        # for the backward pass a layer keeps about eight rows of the hidden width and four of its MLP's width
         layer = sum(8 * wide + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
         streams = target.hidden * (1 + len(config.taps or ()))
         if isinstance(config, BlockConfig):
@@ -173,7 +173,7 @@ class Work:
         )
 
     def anchor(self, scored: int, cached: bool) -> float:
-        """Operations per anchor. There are one and a half tokens per anchor: prompts are read, not drafted from."""
+        """Operations per anchor. There are 1.5 tokens per anchor, since prompts are only read."""
         return self.body + self.head * scored + (0.0 if cached else self.target * 1.5)
 
     def anchor_seconds(self, speed: MachineSpeed, scored: int, cached: bool) -> float:
@@ -184,7 +184,7 @@ class Work:
 
 
 def choose_sizes(job: TrainConfig, work: Work, vocab: int, speed: MachineSpeed, tokens: int, free: int) -> Sizes:
-    """`tokens` in the data, `free` bytes: a number of anchors that the job asks for is still cut to what fits."""
+    """Sizes for `tokens` tokens of data and `free` bytes. Even a requested number of anchors is cut to what fits."""
     cuda = job.cuda
     anchors = job.batch_anchors
     item = torch_dtype(job).itemsize
@@ -199,7 +199,7 @@ def choose_sizes(job: TrainConfig, work: Work, vocab: int, speed: MachineSpeed, 
 
 
 def torch_dtype(config: TrainConfig) -> torch.dtype:
-    """Returns the configured type; by default bfloat16 if the device multiplies it, which is several times faster."""
+    """The configured type; by default bfloat16 if the device multiplies it, which is several times faster."""
     if config.dtype or config.cuda:
         return torch.float32 if config.dtype == "float32" else torch.bfloat16
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -209,7 +209,7 @@ def torch_dtype(config: TrainConfig) -> torch.dtype:
 # ---- the forecast ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunPlan:
-    """The drafter of a run, what training it costs, how fast this machine is, and the sizes that follow."""
+    """The drafter of a run, the cost of training it, the machine's speed, and the resulting sizes."""
 
     drafter: DrafterConfig | BlockConfig
     work: Work
@@ -235,7 +235,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Seconds that the parts of a run take here, and how much there is to do."""
+    """Seconds of a run's parts on this machine, and how much there is to do."""
 
     load: float  # reading the weights three times: to answer, to train, to measure the gain
     start: float  # clustering the head, fitting the drafter's input
@@ -243,7 +243,7 @@ class RunCosts:
     capture: float  # per token of an answer that the target reads for training, its share of the prompt included
     step: float  # per optimizer step
     evaluate: float  # per held-out token
-    tokens: float  # of answers that the prompts can give
+    tokens: float  # maximum tokens of answers to the prompts
     share: float = 1.0  # of the processor time that this process gets under the load of the moment
 
     @staticmethod
@@ -277,19 +277,20 @@ class RunCosts:
 
     @property
     def idle(self) -> RunCosts:
-        """On the same machine without other processes."""
+        """The costs on the same machine without other processes."""
         parts = ("load", "start", "answer", "capture", "step", "evaluate")
         return replace(self, share=1.0, **{name: self.share * getattr(self, name) for name in parts})
 
     def without_steps(self, answered: float, seconds: float = math.inf) -> float:
-        """Seconds of all but the steps in a run with these answers; evaluations take a share of `seconds` at most."""
+        """Seconds of everything but the steps, in a run with these answers; evaluations take at most a share of
+        `seconds`."""
         evaluated = min(FINISH_PASSES * HELD_SHARE * answered * self.evaluate, 1.5 * FINISH_SHARE * seconds)
         ending = evaluated + EXPORT_SECONDS + gain_seconds(seconds)
         return self.load + self.start + answered * (self.answer + self.capture) + ending
 
 
 def gain_seconds(seconds: float) -> float:
-    """The share of a run's time in which the drafter's gain is measured at its end."""
+    """Time reserved at the end of a run for measuring the drafter's gain."""
     return min(GAIN_SECONDS, GAIN_SHARE * seconds)
 
 
@@ -297,9 +298,9 @@ def gain_seconds(seconds: float) -> float:
 class Forecast:
     """The forecast of a run of some minutes."""
 
-    answered: float  # tokens
+    answered: float  # tokens of answers
     steps: int
-    enough: bool  # to learn something
+    enough: bool  # enough steps to learn something
 
     @staticmethod
     def of(costs: RunCosts, seconds: float, share: float = CPU_ANSWER_SHARE) -> Forecast:
@@ -310,9 +311,10 @@ class Forecast:
 
 
 def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSWER_SHARE) -> str:
-    """Says in one line what the time allows.
+    """Returns one line on what the time allows.
 
-    OutriderError if it is too short to learn from, with the minutes that are needed. spent: seconds."""
+    Raises OutriderError with the minutes needed if it is too short to learn from. spent: seconds.
+    """
     seconds = 60 * minutes - spent
     here = Forecast.of(costs, seconds, share)
     allowed = f"{here.answered:.0f} tokens of answers and {here.steps} steps (one takes {costs.step:.2g} s here)"

@@ -19,8 +19,8 @@ from .target import Described
 
 MIN_PAIRS = 2  # prompts that are measured even if they take longer
 WARM_TOKENS = 8
-USEFUL = 1.1  # speed-up from which a drafter is worth using
-WORTHLESS = 1.02  # up to which it is not: timings of one machine differ by as much
+USEFUL = 1.1  # minimum speed-up of a useful drafter
+WORTHLESS = 1.02  # a lower speed-up is within the variation of timings
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Gain:
     """Decoding speeds over the same prompts."""
 
     prompts: int
-    tokens: int  # of each side
+    tokens: int  # tokens of each side
     plain_seconds: float
     drafting_seconds: float
-    load_note: str | None = None  # on other programs, if they used the machine
+    load_note: str | None = None  # load of other programs, if any
 
     @property
     def speedup(self) -> float:
@@ -67,8 +67,8 @@ class Gain:
 def measure_gain(
     known: Described, drafter: Path, prompts: Sequences, *, device: str, max_new: int, seconds: float, halt: Halt
 ) -> Gain | None:
-    """Greedy answers to held-out prompts; None if none of them is long enough to be timed. The drafter's K is chosen by
-    the controller, as in `outrider serve`."""
+    """Times greedy answers to held-out prompts; None if none is long enough. The controller chooses K, as in `outrider
+    serve`."""
     longest = int(prompts.lengths.max()) + max_new
     page = EngineConfig().page_size
     settings = LoadSettings(
@@ -101,7 +101,8 @@ def measure_gain(
 
 
 def timed_pairs(llm: LLM, prompts: Sequences, *, max_new: int, seconds: float, halt: Halt) -> Iterator[Gain]:
-    """Each prompt plainly and with drafts; the side that begins changes, so a load that grows meets both alike."""
+    """Times each prompt plainly and with drafts. The side that begins alternates, so a growing load affects both
+    alike."""
     warm = prompts[0].tolist()
     for drafts in (False, True):
         llm.generate(warm, SamplingParams(max_tokens=WARM_TOKENS), drafter=drafts)

@@ -28,12 +28,12 @@ from ..models.decoder import TextModel
 from ..ops.reference import as_tensor
 from ..types import OutriderError, require
 
-# of logits made at once; plain torch makes about eight more like them
+# bytes of logits made at once; plain torch makes about eight more tensors of that size
 CHUNK_BYTES = 1 << 30
 CPU_CHUNK_BYTES = 1 << 25
-LIKELY = 8  # tokens of each of the target's distributions that the loss must look at
-RANDOM_SHARE = 0.25  # of the scored tokens that are drawn from the others
-CPU_LOSS_ROWS = 64  # of logits that plain torch passes over some twenty times: they shall stay in the cache
+LIKELY = 8  # likeliest tokens of each target distribution, which the loss always includes
+RANDOM_SHARE = 0.25  # share of the scored tokens that is drawn from the other tokens
+CPU_LOSS_ROWS = 64  # rows of logits at once: plain torch passes over them some twenty times, so they must fit the cache
 
 
 def chunk_rows(device: torch.device, row_bytes: int) -> int:
@@ -48,7 +48,7 @@ class LossMix:
 
     @staticmethod
     def parse(text: str) -> LossMix:
-        """`soft=1,tv=0.5`; terms left out are 0."""
+        """Parses `soft=1,tv=0.5`; missing terms are 0."""
         values = dict.fromkeys((f.name for f in fields(LossMix)), 0.0)
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
@@ -70,18 +70,18 @@ class LossMix:
 class Scored:
     """The tokens that a batch's loss uses, in order; None: the whole vocabulary."""
 
-    ids: Tensor | None = None  # int64 [S], rising
+    ids: Tensor | None = None  # int64 [S], ascending
     bias: Tensor | None = None  # float32 [S]: log of how many tokens each represents
 
     def rows(self, head: Tensor) -> Tensor:
-        """Their rows of a head [V, h]."""
+        """These tokens' rows of a head [V, h]."""
         return head if self.ids is None else head.index_select(0, self.ids)
 
     @staticmethod
     def choose(likely: Tensor, said: Tensor, count: int, vocab: int, seed: tuple[int, ...]) -> Scored:
-        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. Required
-        tokens are included even if that makes more than `count`; then the most frequent likely ones; the rest is
-        random."""
+        """Chooses tokens. likely [N, LIKELY]: of each target distribution, best first; said [M]: tokens of the batch.
+        Required tokens are included even if they exceed `count`; then come the most frequent likely ones, then random
+        ones."""
         must = torch.cat((likely[:, 0], said)).unique()
         candidates, often = likely.unique(return_counts=True)
         room = max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())
@@ -97,9 +97,9 @@ class Scored:
 
 
 def drawn(weight: Tensor, count: int, luck: float) -> tuple[Tensor, Tensor]:
-    """`count` of the rows with weight [A], sampled in proportion to their weight, and how many rows each of them
-    represents [count]: over luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the
-    line of summed weights; nothing waits for the device."""
+    """Draws `count` of the rows with weight [A], in proportion to their weights; also returns how many rows each
+    represents [count]. Averaged over luck in [0, 1), a sum over them is the sum over all rows. Uses evenly spaced marks
+    on the line of summed weights; nothing waits for the device."""
     ends = weight.double().cumsum(0)
     marks = (torch.arange(count, device=weight.device, dtype=torch.float64) + luck) * (ends[-1] / count)
     some = torch.searchsorted(ends, marks, right=True).clamp_(max=weight.shape[0] - 1)
@@ -141,7 +141,8 @@ def capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
-    """Float32 logits; on a GPU straight from the bf16 product's accumulators: no near tie is rounded into one."""
+    """Float32 logits; on a GPU directly from the accumulators of the bf16 product, so that no near tie is rounded to a
+    tie."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and isinstance(model.head, Tensor):
         return capped(torch.mm(hidden, model.head.T, out_dtype=torch.float32), model.config.softcap)
     return model.logits(hidden)

@@ -26,11 +26,11 @@ from .target import CapturedStates, DenseKV, spread_heads
 Weights = Mapping[str, Tensor]  # by canonical name
 Drafted = Iterator[Tensor]  # the head's inputs g [B, Tq, h] of draft tokens 1, 2, ...
 HEADS = ("embed", "centroids")  # matrices that score tokens
-QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
+QUANT_BLOCK = 32  # columns that share a scale if the layers are in 4 bits
 
 
 class TrainNet(nn.Module):
-    """A drafter's parameters in float32, by the canonical names of its plan. A kind of drafter is a subclass."""
+    """A drafter's parameters in float32, by the canonical names of its plan. Each kind of drafter is a subclass."""
 
     config: DrafterConfig | BlockConfig
     reads: tuple[int, ...] = ()  # target layers whose K/V it reads
@@ -49,12 +49,12 @@ class TrainNet(nn.Module):
                 self.register_parameter(attribute, nn.Parameter(torch.ones(plan.shape)))
             else:
                 std = plan.shape[-1] ** -0.5
-                if name.endswith((".out", ".down")):  # what is added to the residual stream starts small
+                if name.endswith((".out", ".down")):  # additions to the residual stream start small
                     std *= (2 * len(config.layers)) ** -0.5
                 self.register_parameter(attribute, nn.Parameter(torch.randn(plan.shape, generator=generator) * std))
 
     def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
-        """The draft loop of training and evaluation, from all anchors at once; a kind may end before `steps`."""
+        """The draft loop of training and evaluation, from all anchors at once. A kind may end before `steps`."""
         raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
@@ -66,11 +66,12 @@ class TrainNet(nn.Module):
                 self.weight(name).copy_(weights[name])
 
     def export(self) -> dict[str, Tensor]:
-        """The weights to write: of layers trained in 4 bits those values, so that every device drafts with them."""
+        """The weights to write. Layers trained in 4 bits are written with the rounded values, so that every device
+        drafts with them."""
         return {name: w.detach().clone() for name, w in self.cast(torch.float32, self.config.weight_bits).items()}
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
-        """Differentiable copies in the compute dtype, once per batch; `bits` = 4: the layers' matrices so rounded."""
+        """Differentiable copies in the compute dtype, once per batch. `bits` = 4: the layers' matrices are rounded."""
         weights = {name: self.weight(name) for name in self.names}
         if bits == 4:
             some = [n for n, w in weights.items() if w.ndim == 2 and n not in HEADS and w.shape[1] % QUANT_BLOCK == 0]
@@ -89,7 +90,7 @@ class DrafterModule(TrainNet):
         self.reads = tuple(sorted({layer.attn.kv_layer for layer in self.layers}))
 
     def unroll(self, w: Weights, model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Drafted:
-        """The input of step j is the true token j positions later."""
+        """Step j reads the true token j positions later."""
         first = batch.first
         size, length, wide = seen.hidden.shape
         with torch.no_grad():
@@ -111,8 +112,8 @@ class DrafterModule(TrainNet):
 
 
 def four_bits(w: Tensor) -> Tensor:
-    """w [N, K] rounded as the CPU packs "int4" (ops/cpu/packing.py): 16 levels from the smallest to the largest
-    value of each 32, scale and smallest value in float16. The gradient passes as if nothing had been rounded."""
+    """Rounds w [N, K] as the CPU packs "int4" (ops/cpu/packing.py): 16 levels between the smallest and largest value of
+    each 32, scale and minimum in float16. The gradient passes as if nothing had been rounded."""
     with torch.no_grad():
         b = w.float().unflatten(-1, (-1, QUANT_BLOCK))
         low = b.amin(-1, keepdim=True)
@@ -126,8 +127,8 @@ def four_bits(w: Tensor) -> Tensor:
 
 
 def four_bits_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """`four_bits` of matrices whose rows are whole blocks, as one: a block is independent of its row, so a drafter
-    takes about twenty kernels per batch instead of per matrix."""
+    """Applies `four_bits` to matrices whose rows are whole blocks as if they were one, in about twenty kernels per
+    batch instead of per matrix."""
     if not matrices:
         return []
     flat = torch.cat([w.reshape(-1, QUANT_BLOCK) for w in matrices])

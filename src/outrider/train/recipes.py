@@ -41,7 +41,7 @@ class Recipe:
 
 
 def read_recipe(name: str) -> Recipe:
-    """A shipped recipe by name, or a TOML file."""
+    """Reads a shipped recipe by name, or a TOML file."""
     shipped = resources.files("outrider") / "assets" / "recipes" / f"{name}.toml"
     try:
         raw = tomllib.loads((Path(name) if name.endswith(".toml") else shipped).read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def read_recipe(name: str) -> Recipe:
 def train_recipe(
     config: TrainConfig, recipe: Recipe, say: Say = print, progress: Progress | None = None, keep: Collection[str] = ()
 ) -> Row:
-    """The run, or all phases, each continued where it stopped. Names in `keep` were given on the command line."""
+    """Trains the run, or all phases, each resuming where it stopped. Names in `keep` were given on the command line."""
     config = config.with_values(recipe.values, f"--recipe {recipe.name}", keep)
     if not recipe.phases:
         return train(config, say, progress)
@@ -93,7 +93,7 @@ def train_recipe(
 
 
 def publish(out: Path, folders: list[Path], result: Row) -> None:
-    """OUT/drafter: the last phase's files, with the provenance, logs and card of all phases so far."""
+    """Writes OUT/drafter: the last phase's files, with provenance, logs and card of all phases so far."""
     source = folders[-1] / "drafter"
     to = out / "drafter"
     if not (source / "model.safetensors").exists():

@@ -46,14 +46,14 @@ from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Hooks, Row, Trainer, append_row, read_rows
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
-PROBE_ANSWERS = 32  # evaluated on a GPU to see how long it takes
-WORTH_KEEPING = ("answers.jsonl", "data.npz", "checkpoint.pt", "drafter")  # files of a run that has done something
-SPEND_SECONDS = 5.0  # between two notes of the time used
+PROBE_ANSWERS = 32  # answers evaluated on a GPU to time it
+WORTH_KEEPING = ("answers.jsonl", "data.npz", "checkpoint.pt", "drafter")  # files of a run that has begun
+SPEND_SECONDS = 5.0  # between two records of the time used
 
 
 def train(job: TrainConfig, say: Say = print, progress: Progress | None = None, *, measures_gain: bool = True) -> Row:
-    """The whole command. Returns the final evaluation; with "stopped": the signal after which everything was saved.
-    measures_gain: measure at the end what the drafter brings here."""
+    """Runs the whole command. Returns the final evaluation; under "stopped", the signal that ended the run after
+    saving. measures_gain: measure the drafter's gain on this machine at the end."""
     absent = [folder for folder in (job.out, *job.out.parents) if not folder.exists()]
     with bad_input(OSError, lambda error: f"--out {job.out}: {error.strerror}"):
         job.out.mkdir(parents=True, exist_ok=True)
@@ -75,8 +75,8 @@ def train(job: TrainConfig, say: Say = print, progress: Progress | None = None, 
 
 
 def remove_traces(out: Path, before: set[Path], absent: list[Path]) -> None:
-    """Removes the files of a run that was refused before it made anything, and folders that were not there before: the
-    next run with other settings would be refused because of them."""
+    """Removes the files of a run that was refused before it made anything, and folders that it created: otherwise the
+    next run with other settings would be refused."""
     for path in set(out.iterdir()) - before:
         if path.is_file():
             path.unlink()
@@ -103,21 +103,21 @@ class TrainRun:
         self.budget = budget
         self.stop = stop
         self.say = say
-        self.counts = False  # a run that was refused has spent nothing
+        self.counts = False  # a refused run has spent nothing
         self.shown: Progress = progress or (lambda *_: None)
-        self.load_seconds = 0.0  # that loading the engine took: it happens again to measure the gain
-        self.noted = budget.spent  # seconds, when they were last written down
+        self.load_seconds = 0.0  # time of loading the engine, which is repeated to measure the gain
+        self.noted = budget.spent  # seconds spent when last recorded
 
     def progress(self, stage: str, done: float, total: float, line: str) -> None:
         self.spend()
         self.shown(stage, done, total, line)
 
     def halted(self) -> bool:
-        """Whether an evaluation is to be given up."""
+        """True if an evaluation must be given up."""
         return self.stop.asked or self.budget.overdrawn
 
     def spend(self, every: float = SPEND_SECONDS) -> None:
-        """Records the seconds used so far at intervals, so that a killed run has them counted too."""
+        """Records the time used so far at intervals, so that it counts even if the run is killed."""
         if self.counts and self.budget.spent >= self.noted + every:
             self.noted = self.budget.spent
             write_json(self.job.out / "spent.json", {"seconds": round(self.noted, 2)})
@@ -136,7 +136,7 @@ class TrainRun:
                 f"stopped while answering; the answers so far are in {answers_path}: run the same command to continue"
             )
             return {"stopped": self.stop.signal}
-        gc.collect()  # the engine's weights, before the dense ones are loaded
+        gc.collect()  # frees the engine's weights before the dense ones are loaded
         self.progress("loading the target", done=0, total=1, line="")
         target = open_target(known, job.device, forecast.torch_dtype(job))
         out = np.isin(whole.index, prompts.index[self.held(prompts)])
@@ -154,7 +154,7 @@ class TrainRun:
         return result
 
     def gain(self, known: Described, prompts: Sequences) -> Row:
-        """The speed-up that the drafter brings here on held-out prompts."""
+        """The drafter's speed-up on held-out prompts on this machine."""
         heldout = prompts.select(self.held(prompts))
         if not self.measures_gain or not len(heldout):
             return {}
@@ -174,8 +174,8 @@ class TrainRun:
         return {"gain": measured.to_json()}
 
     def check_folder(self, known: Described) -> None:
-        """Refuses a folder that holds another model's run or drafter, or a run with settings that cannot change on the
-        way; reports those that changed."""
+        """Refuses a folder with another model's run or drafter, or a run whose changed settings cannot change; reports
+        permitted changes."""
         out = self.job.out
         now = self.job.identity()
         begun = read_json(out / "run.json")
@@ -231,7 +231,7 @@ class TrainRun:
         return prompts
 
     def prompts_line(self, prompts: Sequences) -> str:
-        """How many prompts there are, and why that many answers will be made."""
+        """Describes the number of prompts and of answers to make."""
         num_heldout = len(self.held(prompts))
         num_tasks = len(self.tasks(prompts))
         kinds = "a greedy and a sampled answer" if self.job.greedy_share < 1.0 else "an answer"
@@ -239,7 +239,7 @@ class TrainRun:
         return f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens; {aside}: {num_tasks} answers to make"
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
-        """The training sequences: as stored, or made now. None: a stop was requested before all were made."""
+        """The training sequences, stored or made now. None: a stop was requested before all were made."""
         job = self.job
         data_path = self.job.out / "data.npz"
         if not data_path.exists():
@@ -253,7 +253,7 @@ class TrainRun:
         return Sequences.load(data_path)
 
     def answer(self, known: Described, prompts: Sequences) -> None:
-        """The target's answers into a file."""
+        """Writes the target's answers to a file."""
         job = self.job
         tasks = self.tasks(prompts)
         path = self.job.out / "answers.jsonl"
@@ -296,8 +296,8 @@ class TrainRun:
         return self.budget.seconds * (forecast.ANSWER_SHARE if self.job.cuda else forecast.CPU_ANSWER_SHARE)
 
     def foresee(self, known: Described, prompts: Sequences) -> None:
-        """Reports what the time allows and refuses what it does not, before anything is loaded. A GPU is
-        fast enough; a resumed run has reported it already."""
+        """Reports what the time allows, and refuses too short a time before anything is loaded. Skipped on a GPU, which
+        is fast enough, and for a resumed run, which has reported it."""
         job = self.job
         if not self.counts and not job.cuda:
             tokens = float(len(self.tasks(prompts)) * job.max_new)
@@ -340,7 +340,7 @@ class TrainRun:
         hooks = Hooks(
             evaluate=scored,
             log=partial(append_row, log_path),
-            # unmeasured: a run that is killed leaves its best evaluation
+            # without measurements: a killed run leaves its best drafter
             export=lambda: finish.write_drafter(trainer, target.hash, result={}, runs=[]),
             progress=lambda done, line: self.progress("training", min(done, 1.0), total=1.0, line=line),
             stop=lambda: self.stop.asked,
@@ -378,7 +378,7 @@ class TrainRun:
         return result
 
     def sizes(self, target: TrainTarget, data: Sequences) -> forecast.Sizes:
-        """Chosen once per run: a resumed run must make the same batches as before."""
+        """The sizes, chosen once per run: a resumed run must make the same batches."""
         path = self.job.out / "sizes.json"
         if not path.exists():
             write_json(path, asdict(forecast.RunPlan.of(self.job, target.config, int(data.lengths.sum())).sizes))
@@ -400,8 +400,8 @@ class TrainRun:
         config = design.new_drafter(job, target.config, target.hash)
         net = DrafterModule(config, target.config, job.seed).to(model.device)
         if (job.out / "checkpoint.pt").exists():
-            return net  # its weights come from there
-        rows = max(anchors, design.START_ROWS)  # enough of them to fit the input projection
+            return net  # its weights come from the checkpoint
+        rows = max(anchors, design.START_ROWS)  # enough to fit the input projection
         few = [
             make_batch(data, b, 1).to(model.device)
             for b in plan_epoch(data, rows, tokens=4 * rows, seed=job.seed, epoch=0)[:2]
@@ -419,8 +419,8 @@ class TrainRun:
         return net
 
     def reserve(self, model: TextModel, net: TrainNet, aside: Sequences) -> tuple[Sequences, float]:
-        """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best
-        evaluation they stay the same: scores of others could not be compared with it."""
+        """Number of held-out answers that can be evaluated in the time reserved for it, and those seconds. Both stay
+        the same once there is a best evaluation: scores over other answers would not be comparable."""
         ending = forecast.EXPORT_SECONDS + forecast.gain_seconds(self.budget.seconds) + self.load_seconds
         if not len(aside):
             return aside, ending
@@ -429,14 +429,14 @@ class TrainRun:
         token = 0.0
         if self.job.minutes is not None:
             few = 1
-            if self.job.cuda:  # one answer says nothing of a GPU, and kernels are compiled at the first
+            if self.job.cuda:  # a GPU's first evaluation compiles kernels, so it is not timed
                 few = PROBE_ANSWERS
                 finish.judge(model, net, aside.select(np.arange(1)), temperature=self.job.temperature)
             usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
             tried = aside.select(usual)
             began = time.perf_counter()
             finish.judge(model, net, tried, temperature=self.job.temperature)
-            token = finish.PASSES * (time.perf_counter() - began) / max(1, tried.answer_tokens)  # seconds of each
+            token = finish.PASSES * (time.perf_counter() - began) / max(1, tried.answer_tokens)  # seconds per token
             allowed = forecast.FINISH_SHARE * self.budget.seconds / token
             total = np.cumsum(aside.lengths - aside.prompts)
             count = max(1, int(np.searchsorted(total, allowed, side="right")))
@@ -448,23 +448,23 @@ class TrainRun:
 
 
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
-    """Indices of `count` answers, spread over all, greedy and sampled ones in their original proportion (a prompt has
-    one of each, side by side: every other answer would be of one kind)."""
+    """Indices of `count` answers, spread over all, with greedy and sampled ones in their original proportion. (A prompt
+    has one of each, side by side: every other answer would be of one kind.)"""
     by_kind = np.argsort(~greedy, kind="stable")
     count = min(count, len(greedy))
     return np.sort(by_kind[(np.arange(count) * (len(greedy) / count)).astype(np.int64)])
 
 
 def carried(path: Path, job: TrainConfig, heldout_lines: np.ndarray) -> Sequences:
-    """Every greedy answer and a share of the sampled ones of an earlier run's data; none of held-out prompts, which are
-    answered again."""
+    """Every greedy answer and a share of the sampled ones from an earlier run's data, without held-out prompts, which
+    are answered again."""
     data = Sequences.load(path)
     luck = np.random.default_rng((job.seed, 5)).random(len(data))
     return data.select((data.greedy | (luck < job.carry_share)) & ~np.isin(data.index, heldout_lines))
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Rows that the checkpoint does not cover will be made again."""
+    """Removes rows after the checkpoint, which will be made again."""
     if path.exists():
         path.write_text(
             "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step), encoding="utf-8"

@@ -1,4 +1,4 @@
-"""The prompts that a drafter was trained on, as digests in its provenance.json: its figures on them are too good."""
+"""Digests of a drafter's training prompts, in its provenance.json: its results on them are too good."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..prompts import Prompt
 from .data import file_hash
 from .export import Json, read_json
 
-DIGEST_BYTES = 5  # two of 10^5 prompts share a digest with a chance of 0.5 %
-FIELD = "prompt_digests"  # of provenance.json
+DIGEST_BYTES = 5  # among 10^5 prompts, two share a digest with probability 0.5 %
+FIELD = "prompt_digests"  # in provenance.json
 
 
 def prompt_digest(prompt: Prompt) -> str:
@@ -33,10 +33,10 @@ def unpack(text: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How far the prompts of an evaluation are those of the training."""
+    """Overlap of an evaluation's prompts with those of the training."""
 
-    trained_on: list[bool] | None  # per prompt; None: the drafter's folder does not say
-    same_file: bool  # the prompts come from the very file of the training
+    trained_on: list[bool] | None  # per prompt; None: unknown from the drafter's folder
+    same_file: bool  # the prompts come from the file of the training
 
     @property
     def count(self) -> int | None:

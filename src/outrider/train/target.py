@@ -42,7 +42,7 @@ class Described:
     files: Files
     config: ModelConfig
     text: TextFiles
-    hash: str  # of its content, and of the adapter's
+    hash: str  # of its content and the adapter's
     adapter: str | None = None  # a LoRA adapter: a drafter is trained for the model with it
 
 
@@ -64,7 +64,7 @@ def describe(name: str, adapter: str | None = None) -> Described:
 
 def open_target(name: str | Described, device: str, dtype: torch.dtype) -> TrainTarget:
     known = describe(name) if isinstance(name, str) else name
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every shape, and every batch has a different one
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and batches differ in shape
     config, weights, _ = load_target(known.files, device, dtype)
     if known.adapter is not None:
         add_adapter(weights, read_adapter(known.adapter, config), config)
@@ -73,7 +73,7 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype) -> Train
 
 
 def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelConfig) -> None:
-    """The adapter's changes become part of the dense weights, summed in float32."""
+    """Adds the adapter's changes to the dense weights, summed in float32."""
     for name, plan in tensor_plan(config).items():
         row = 0
         dense = weights.get(name)
@@ -85,7 +85,7 @@ def add_adapter(weights: dict[str, DeviceWeight], file: LoraFile, config: ModelC
 
 
 def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, max_tokens: int, chat: bool = True) -> Sequences:
-    """Prompts through the chat template as token sequences; over-long prompts are left out."""
+    """Encodes prompts by the chat template; prompts that are too long are left out."""
     tokenizer = Tokenizer(text)
     rows = []
     index = []
@@ -103,7 +103,7 @@ def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, max_tokens: in
 # ---- capture ---------------------------------------------------------------------------------------------------------
 @dataclass
 class DenseKV:
-    """Whole sequences of T positions. Rows are the last Tq of each, sequence by sequence; all where they write."""
+    """Whole sequences of T positions. Rows are the last Tq of each, sequence by sequence; when writing, all."""
 
     batch: int
     positions: Tensor  # int64 [B·Tq]
@@ -112,7 +112,7 @@ class DenseKV:
 
 
 class DenseOps(ReferenceOps):
-    """The reference ops over DenseKV, with fused norms and attention where the library has them."""
+    """The reference ops over DenseKV, with the library's fused norms and attention."""
 
     name = "dense"
 
@@ -171,7 +171,7 @@ class CapturedStates:
 
 @torch.no_grad()
 def capture(model: TextModel, ids: Tensor, taps: Layers = ()) -> CapturedStates:
-    """ids [B, T] from position 0. `model` must have been built over DenseOps."""
+    """Runs the target over ids [B, T] from position 0. `model` must be built over DenseOps."""
     batch, length = ids.shape
     kv = DenseKV(batch, torch.arange(length, device=ids.device).repeat(batch))
     out = model.forward(ids.reshape(-1), kv, taps)  # type: ignore[arg-type]
@@ -182,8 +182,8 @@ def capture(model: TextModel, ids: Tensor, taps: Layers = ()) -> CapturedStates:
 
 
 class Recorder:
-    """The target's outputs for the batches of one dataset. With `keep` it runs once per sequence, each alone, so that
-    the outputs do not depend on the batch; only the layers that the drafter reads are kept."""
+    """Outputs of the target for batches of one dataset. With `keep` the target runs once per sequence, each alone, so
+    that outputs do not depend on the batch; only layers that the drafter reads are kept."""
 
     def __init__(self, model: TextModel, data: Sequences, reads: Layers, taps: Layers, keep: bool = False):
         self.model = model
@@ -211,7 +211,7 @@ class Recorder:
         )
 
     def likely(self, batch: TrainBatch, seen: CapturedStates) -> Tensor:
-        """The target's likeliest tokens at the batch's judged positions [N, LIKELY]."""
+        """The target's likeliest tokens [N, LIKELY] at the batch's judged positions."""
         if not self.keep:
             return likely_tokens(self.model, seen.hidden.flatten(0, 1)[batch.teacher])
         for i in map(int, batch.which):

@@ -32,7 +32,7 @@ from .seen_prompts import Overlap, training_overlap
 from .target import Described, describe, encode, open_target
 from .trainer import Row
 
-USUAL_CONTEXT = 256  # tokens before those of a cycle whose cost is looked up
+USUAL_CONTEXT = 256  # assumed context of a cycle whose cost is looked up
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class TargetAnswers:
 
 
 def answers(known: Described, prompts: list[Prompt], config: EvalConfig, drafter: str = "none") -> TargetAnswers:
-    """Answers prompts with the engine: on a CPU with the drafter's help, on a GPU many at a time without it. Each
-    answer has its prompt's line as its seed."""
+    """Answers prompts with the engine: on a CPU with the drafter, on a GPU many at a time without it. The seed of an
+    answer is its prompt's line."""
     target = known.config
     max_new = config.max_tokens
     most = max(1, target.max_context - max_new)
@@ -72,10 +72,10 @@ def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = 
     every = read_prompts(config.prompts)
     limit = config.limit
     require(limit is None or limit >= 1, f"--limit must be at least 1, got {limit}")
-    count = min(limit or len(every), len(every))  # evenly over the file: many are sorted by category
+    count = min(limit or len(every), len(every))  # evenly over the file, since many files are sorted by category
     listed = [every[int(i * len(every) / count)] for i in range(count)]
     known = describe(model)
-    drafter_config(drafter, known.config)  # refused before long work
+    drafter_config(drafter, known.config)  # refuses a wrong drafter before long work
     files = hub.resolve(drafter, kind="drafter")
     began = time.perf_counter()
     answered = answers(known, listed, config, drafter=drafter)
@@ -85,7 +85,7 @@ def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = 
     net = load_net(drafter, target)
     if isinstance(net, DrafterModule):
         if config.device.startswith("cuda"):
-            net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
+            net.config = replace(net.config, weight_bits=None)  # a GPU keeps the formats of the file
         if config.full_head:
             net.config = replace(net.config, clusters=0)
     judged = Judge(target.model, net, full=False).drafts(data, temperature=config.temperature, weigh=card)
@@ -112,7 +112,7 @@ def evaluate_drafter(model: str, drafter: str, config: EvalConfig, card: bool = 
 
 
 def overlap_report(overlap: Overlap, judged: Judged, data: Sequences) -> Row:
-    """How many prompts the drafter was trained on, and the figures on the others if there are both."""
+    """How many prompts the drafter was trained on, and its figures on the others if both kinds occur."""
     report: Row = {"trained_on": overlap.count, "same_file": overlap.same_file}
     if overlap.trained_on is None:
         return report

@@ -44,11 +44,11 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class Hooks:
-    """A run's actions in addition to training."""
+    """Actions of a run besides training."""
 
-    evaluate: Callable[[], Row] | None = None  # must hold "score": larger is better
+    evaluate: Callable[[], Row] | None = None  # must contain "score": larger is better
     log: Callable[[Row], None] = lambda row: None
-    export: Callable[[], None] = lambda: None  # writes the drafter: after each evaluation that is the best so far
+    export: Callable[[], None] = lambda: None  # writes the drafter, after each best evaluation so far
     progress: Callable[[float, str], None] = lambda share, line: None  # share of the run that is done, and a line
     stop: Callable[[], bool] = lambda: False  # asked before each step
 
@@ -78,7 +78,7 @@ class Trainer:
         self.config = config
         self.sizes = sizes
         self.hooks = hooks
-        # train this long instead of config.steps; the learning rate then follows the clock
+        # duration instead of config.steps; the learning rate then follows the clock
         self.minutes: float | None = None
         self.device = model.device
         self.dtype = model.dtype
@@ -112,13 +112,13 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         weights = 0.0
         stats = []
-        chance = torch.ones(said.numel(), device=self.device)  # that the steps so far were accepted
+        chance = torch.ones(said.numel(), device=self.device)  # probability that the steps so far are accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch=batch, steps=s.unroll), 1):
             rows = batch.anchors[j - 1]
             target = batch.targets[j - 1]
             decay = s.step_decay ** (j - 1)
             weight = decay * (1.0 - s.survival_weight + s.survival_weight * chance[rows])
-            scale = None  # how many rows each of them represents
+            scale = None  # number of rows that each represents
             whole = rows
             weights = weights + decay * rows.numel()
             if s.loss_row_share < 1.0 and j > 1 and rows.numel():
@@ -127,7 +127,7 @@ class Trainer:
                 rows = rows[some]
                 target = target[some]
                 weight = weight[some] * scale
-            picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
+            picked = g.flatten(0, 1).index_select(0, rows)  # index_select's gradient is an index_add, without a sort
             line, at = batch.where(rows)
             mix = self.mixes[batch.greedy[line]]
             part, alpha, hit = head_loss(
@@ -142,14 +142,14 @@ class Trainer:
             stands = torch.ones_like(alpha) if scale is None else scale
             sums = torch.stack((hit * stands, alpha * stands, stands)).sum(1)
             if s.survival_weight:
-                # a row that was not drawn: as likely as those that were, on average
+                # rows that were not drawn get the mean of those that were
                 others = chance if scale is None else chance.index_copy(0, whole, chance[whole] * (sums[1] / sums[2]))
                 chance = others.index_copy(0, rows, chance[rows] * alpha)
             stats.append(sums)
         return total / max(weights, 1.0), torch.stack(stats, 1).detach()
 
     def batches(self) -> Iterator[tuple[TrainBatch, int, int]]:
-        """Batches from the current progress on, with the epoch and the batches taken after each."""
+        """Batches from the current progress on, each with its epoch and the batches used after it."""
         s = self.config
         epoch = self.progress.epoch
         num_used = self.progress.taken
@@ -168,7 +168,7 @@ class Trainer:
         return passed / (60 * self.minutes) if self.minutes is not None else self.progress.step / self.config.steps
 
     def rate(self, passed: float) -> float:
-        """The share of the learning rate at this time: warm-up, then constant, then a linear decay."""
+        """Factor of the learning rate now: warm-up, then constant, then linear decay."""
         s = self.config
         fallen = max(0.0, self.share(passed) - s.lr_hold) / max(1 - s.lr_hold, 1e-9)
         decay = s.lr_final + (1 - s.lr_final) * max(0.0, 1 - fallen) if fallen else 1.0
@@ -176,15 +176,15 @@ class Trainer:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Until the steps or minutes are done or a stop is requested. Saves as it goes, always after a report, which
-        refuses a loss that is no number, and at the end."""
+        """Trains until the steps or minutes are done or a stop is requested. Saves at the end and along the way, always
+        after a report, which refuses a loss that is NaN."""
         s = self.config
         p = self.progress
         began = time.perf_counter() - p.seconds
         reported_at = saved = time.perf_counter()
-        results: list[tuple[Tensor, Tensor]] = []  # since the last report
+        results: list[tuple[Tensor, Tensor]] = []  # of the batches since the last report
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
-        slowest = 0.0  # seconds of a step: none is begun that would end too late
+        slowest = 0.0  # longest step in seconds: no step begins that would end too late
         for batch, epoch, num_used in batches:
             passed = time.perf_counter() - began
             if self.share(passed + slowest) >= 1.0 or self.hooks.stop():
@@ -225,7 +225,7 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
 
     def report(self, results: list[tuple[Tensor, Tensor]], seconds: float, lr: float) -> None:
-        """results: of every batch in these seconds, as `loss` gives them."""
+        """results: of every batch in these seconds, as returned by `loss`."""
         losses, stats = (reduce(torch.add, each) for each in zip(*results))
         value = float(losses / len(results))
         p = self.progress
@@ -241,8 +241,8 @@ class Trainer:
         self.hooks.log({**row, "hit": hit, "alpha": accepted})
 
     def judge(self, ties: bool = False) -> bool | None:
-        """Evaluate; store the best weights (`ties`: those that are as good, too) next to the checkpoint and as a
-        drafter. Whether these are; None: there is no evaluation, or it was given up."""
+        """Evaluates. Stores the best weights (`ties`: also equally good ones) next to the checkpoint and as a drafter.
+        Returns True if these are the best; None: no evaluation, or it was given up."""
         p = self.progress
         if self.hooks.evaluate is None:
             return None
@@ -275,7 +275,7 @@ class Trainer:
             self.progress = TrainProgress(**checkpoint["progress"])
             path = path.with_name("best.pt")
             best = torch.load(path, map_location="cpu", weights_only=True)["score"] if path.exists() else -math.inf
-            # one found after the checkpoint was written must not be replaced by what is worse
+            # a better evaluation after the checkpoint must not be replaced by a worse one
             self.progress.best = max(best, self.progress.best)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             why = "its drafter is built otherwise" if "state_dict" in str(error) else str(error).splitlines()[0]
@@ -302,7 +302,7 @@ def make_optimizers(
 
 
 def write(path: Path, content: Row) -> None:
-    """Atomic: a full disk leaves the previous file."""
+    """Writes atomically: a full disk leaves the previous file."""
     part = path.with_suffix(".part")
     try:
         with open(part, "wb") as file:
@@ -322,7 +322,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a log (none if there is no file), without one that was cut off when its run was killed."""
+    """Rows of a log (none if there is no file), without an incomplete last one."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):

@@ -1,7 +1,7 @@
 """LoRA adapters: PEFT folders (adapter_config.json, adapter_model.safetensors) and GGUF adapters.
 
 `read_adapter` reads them by tensor of the base checkpoint; `load_adapter` lays them out like the fused weights, `merge`
-adds them into a checkpoint. What needs anything but W + scale · B A, or does not fit, is refused by name. The rules
+adds them into a checkpoint. Adapters that need more than W + scale · B A, or do not fit, are refused by name. The rules
 are those of PEFT 0.21.
 """
 
@@ -67,7 +67,7 @@ class LoraFile:
     updates: Mapping[str, LoraUpdate]  # by the base checkpoint's tensor (names.tensor_plan's sources)
 
     def digest(self) -> bytes:
-        """A hash of the content: K/V that was computed with other values must never be reused for this adapter."""
+        """Hash of the content: K/V computed with other values must never be reused for this adapter."""
         hasher = hashlib.blake2b(digest_size=16)
         for name in sorted(self.updates):
             one = self.updates[name]
@@ -78,7 +78,7 @@ class LoraFile:
 
 
 def adapted_hash(base: str, digest: bytes) -> str:
-    """The fingerprint of a drafter's target: a base model's fingerprint with an adapter's content."""
+    """Fingerprint of a drafter's target: a base model's fingerprint with an adapter's content."""
     return f"{base}+{digest.hex()}"
 
 
@@ -91,8 +91,8 @@ def load_adapter(
     device: torch.device,
     bases: Mapping[str, DeviceWeight] = MappingProxyType({}),
 ) -> Adapter:
-    """An adapter in the backend's layout, on its device; in host memory if the device has slots for adapters in use.
-    bases: the weights that it changes, by canonical name; the backend may hold the adapter in as few bits."""
+    """Loads an adapter in the backend's layout, on its device, or in host memory if the device has slots for adapters
+    in use. bases: the weights that it changes, by canonical name; the backend may store the adapter in as few bits."""
     file = read_adapter(path, config)
     device = torch.device("cpu") if ops.capabilities.adapter_slots else device
     # 16-bit weights next to float32 activations keep the stored dtype
@@ -178,7 +178,7 @@ def _check_settings(where: Path, settings: ForeignDict) -> None:
 
 
 def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default: object) -> float:
-    """The value of the first pattern that matches the module's name or its end at a dot."""
+    """Value of the first pattern that matches the module's name, or its end after a dot."""
     table = settings.get(key) or {}
     where = folder / CONFIG
     if not isinstance(table, dict):
@@ -198,7 +198,8 @@ def _pattern(folder: Path, settings: ForeignDict, key: str, module: str, default
 def _check_complete(
     folder: Path, settings: ForeignDict, updates: Mapping[str, LoraUpdate], sources: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Every layer of the base has an update of the modules in the settings, or it is another base's, or cut."""
+    """Checks that every layer of the base has an update of the modules in the settings; otherwise the adapter is for
+    another base, or truncated."""
     listed = settings.get("target_modules")
     limits = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if not isinstance(listed, list) or any(settings.get(key) is not None for key in limits):
@@ -230,7 +231,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
         source = normalise(hf_name(module, file.arch))
         a, b = _pair(path, pair, source, sources=sources)
         projection = source.split(".")[-2]
-        if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted there, as the base's are
+        if file.arch == "llama" and projection in ("q_proj", "k_proj"):  # rows are permuted, like those of the base
             attn = config.layers[int(source.split(".")[2])].attn
             b = b[torch.from_numpy(unpermute(attn.heads if projection == "q_proj" else attn.kv_heads, b.shape[0]))]
         updates[source] = LoraUpdate(a, b, alpha / a.shape[0])
@@ -239,7 +240,7 @@ def _read_gguf(path: Path, config: ModelConfig) -> LoraFile:
 
 # ---- both -----------------------------------------------------------------------------------------------------------
 def _sources(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """{tensor of the base: its shape}, () where adapters of it are not supported."""
+    """Shape by tensor of the base; () for tensors that adapters cannot change."""
     shapes: dict[str, tuple[int, ...]] = {}
     for canonical, plan in tensor_plan(config).items():
         fits = ADAPTABLE.fullmatch(canonical) is not None
@@ -284,10 +285,9 @@ def _pair(
 
 # ---- merged ---------------------------------------------------------------------------------------------------------
 def merge(model: str, adapter: str, out: Path, say: Callable[[str], None]) -> int:
-    """Writes a checkpoint with an adapter added into its weights to the folder `out`; returns how many tensors were
-    changed. The sum is computed in float32 and rounded once to the stored dtype. The files keep their names and their
-    order; other files are copied. A quantised checkpoint is refused: rounding the sum to few bits would lose the
-    adapter."""
+    """Writes a checkpoint with an adapter added into its weights to the folder `out`; returns the number of changed
+    tensors. The sum is computed in float32 and rounded once to the stored dtype. Files keep their names and order;
+    other files are copied. Refuses a quantised checkpoint: rounding the sum to few bits would lose the adapter."""
     from safetensors import SafetensorError
 
     files = hub.resolve(model)

@@ -76,7 +76,7 @@ def audio_config(files: Files) -> AudioConfig | None:
 
 
 def has_audio(files: Files) -> bool:
-    """Some checkpoints keep the configuration and leave the weights out."""
+    """True if the weights exist. Some checkpoints keep the configuration without them."""
     if files.gguf is not None:
         return True  # the configuration was made from the tensors
     return any(name.removeprefix("model.").startswith(PREFIXES) for name in open_source(files).entries)
@@ -85,7 +85,8 @@ def has_audio(files: Files) -> bool:
 def load_audio(
     files: Files, config: AudioConfig, device: torch.device | str, dtype: torch.dtype, dummy_seed: int | None = None
 ) -> dict[str, Tensor]:
-    """By the names of `AudioConfig.tensors`; wrong tensors are errors. dummy_seed: random weights instead."""
+    """Loads tensors by the names of `AudioConfig.tensors`; wrong tensors are errors. dummy_seed: random weights
+    instead."""
     shapes = config.tensors()
     if dummy_seed is not None:
         return _dummy(shapes, device, dtype, seed=dummy_seed)
@@ -110,7 +111,7 @@ def load_audio(
 
 
 def _stored(files: Files, config: AudioConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
-    """The place of the safetensors, and a reader for each audio tensor."""
+    """Path of the safetensors, and a reader for each audio tensor."""
     source = open_source(files)
     shapes = config.tensors()
     readers: dict[str, Callable[[], Tensor]] = {}
@@ -204,8 +205,8 @@ def _shape(file: GGUF, name: str) -> tuple[int, ...]:
 
 
 def mmproj_readers(file: GGUF, config: AudioConfig) -> dict[str, Callable[[], Tensor]]:
-    """A reader for each tensor, by Hugging Face name; tensors that the file lacks are left out. Audio tensors of the
-    file that have no such name stay under their own."""
+    """A reader for each tensor, by Hugging Face name; tensors that the file lacks are left out. The file's audio
+    tensors without such a name keep theirs."""
     ollama = OLLAMA_MARK in file.tensors
     readers: dict[str, Callable[[], Tensor]] = {}
     unread = {name for name in file.tensors if name.startswith(("a.", "mm.a."))}

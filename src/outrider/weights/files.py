@@ -26,16 +26,16 @@ MISREAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, Arithmet
 
 @dataclass(frozen=True)
 class Files:
-    """A resolved checkpoint. `config` is a Hugging Face style dict (for GGUF made from the metadata)."""
+    """A resolved checkpoint. `config` is a Hugging Face style dict, for GGUF built from the metadata."""
 
-    name: str  # what the user asked for
+    name: str  # as given by the user
     path: Path  # a folder, or a .gguf file
     config: ForeignDict
     gguf: gguf.GGUF | None = None
 
 
 def from_folder(path: Path, name: str) -> Files:
-    """A folder with config.json. Weights may be absent: inspection and dummy weights do not need them."""
+    """A folder with config.json. Weights may be missing: inspection and dummy weights do not need them."""
     if not (path / "config.json").is_file():
         inside = sorted(path.glob("*.gguf"))
         inside = [p for p in inside if is_model(p)] or inside  # a drafter or a projector may lie next to the model
@@ -52,7 +52,7 @@ def from_folder(path: Path, name: str) -> Files:
     config = read_json(path / "config.json")
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
-        for key in ("eos_token_id", "num_assistant_tokens"):  # only this file has the stop tokens of chat models
+        for key in ("eos_token_id", "num_assistant_tokens"):  # stop tokens of chat models are only in this file
             if generation.get(key) is not None:
                 config[key] = generation[key]
     return Files(name, path, config)
@@ -64,14 +64,15 @@ def from_gguf(path: Path, name: str) -> Files:
 
 
 def same_tokens(a: Files, b: Files) -> bool:
-    """Whether two tokenizers agree up to padding and a few added tokens, drafts of which are rejected."""
+    """True if two tokenizers agree up to padding and a few added tokens, whose drafts are rejected."""
     builders = [text_files(files).build for files in (a, b)]
     vocabs = [build().get_vocab(with_added_tokens=True).items() for build in builders if build is not None]
     return len(vocabs) == 2 and len(vocabs[0] & vocabs[1]) >= 0.99 * max(map(len, vocabs))
 
 
 def check_draft_model(target: Files, draft: Files) -> int:
-    """How many token ids a draft model and its target share; an error where more than padding differs."""
+    """Number of token ids that a draft model and its target share. Raises an error if they differ in more than
+    padding."""
     ours, theirs = (model_config(files).vocab_size for files in (target, draft))
     if ours != theirs and not same_tokens(target, draft):
         why = f"vocabularies of {theirs} and {ours} tokens, from two tokenizers"
@@ -80,14 +81,14 @@ def check_draft_model(target: Files, draft: Files) -> int:
 
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
-    """Turns errors from reading a foreign dict, which may hold anything at any depth, into bad input."""
+    """Turns errors of reading a foreign dict, which may hold anything at any depth, into bad input."""
     what = f"{files.name}: its configuration makes no sense"
     with bad_input(MISREAD, lambda error: f"{what} ({type(error).__name__}: {str(error)[:80]})"):
         return reader(files.config)
 
 
 def model_config(files: Files) -> ModelConfig:
-    """Configuration of a model to run; refuses drafters. (An EAGLE-3 drafter says that it is a Llama.)"""
+    """Configuration of a model to run; refuses drafters. (An EAGLE-3 drafter claims to be a Llama.)"""
     require(not is_block(files.config), f"{files.name} is a drafter, not a target: pass it with --drafter")
     return translate(ModelConfig.from_hf, files)
 
@@ -98,7 +99,7 @@ def already_quantised(files: Files, how: str) -> OutriderError:
 
 
 def open_source(files: Files) -> TensorSource:
-    """The tensors, a block drafter's in one spelling and without those of its training."""
+    """The tensors. Those of a block drafter get one spelling; tensors used only in its training are left out."""
     source = stored_source(files)
     if not is_block(files.config):
         return source
@@ -118,7 +119,7 @@ def stored_source(files: Files) -> TensorSource:
 
 
 def fingerprint(files: Files) -> str:
-    """A cheap content hash of a model: configuration, names, shapes and sampled bytes of its tensors."""
+    """A cheap content hash of a model: configuration, and names, shapes and sampled bytes of its tensors."""
     return stored_source(files).fingerprint()
 
 
@@ -146,7 +147,7 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
             if isinstance(content, str):
                 specials[key] = content
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
         template = named[0].get("template") if named else None
     jinja = folder / "chat_template.jinja"

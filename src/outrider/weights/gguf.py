@@ -68,7 +68,7 @@ class _Reader:
         return int(self.scalar(form))
 
     def count(self, unit: int, what: str) -> int:
-        """A u64 count of things that take at least `unit` bytes each: it must fit into the rest of the file."""
+        """A u64 count of items of at least `unit` bytes each: they must fit into the rest of the file."""
         value = self.number("<Q")
         if value > (self.file.size - self.at) // unit:
             raise self.bad(f"{what} runs past the end (truncated?)")
@@ -80,7 +80,7 @@ class _Reader:
         return bytes(self.view[self.at - length : self.at]).decode("utf-8", errors="replace")
 
     def strings(self, count: int, key: str) -> list[str]:
-        """One tight loop: a vocabulary has hundreds of thousands of strings."""
+        """Reads strings in one tight loop: a vocabulary has hundreds of thousands."""
         view = self.view
         at = self.at
         size = self.file.size

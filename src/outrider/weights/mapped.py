@@ -31,7 +31,7 @@ ITEM_BYTES = {  # of the dense types
 
 
 class Mapped:
-    """One file, mapped copy-on-write (never written to): numpy and torch then hand out ordinary arrays."""
+    """One file, mapped copy-on-write and never written to, so that numpy and torch return ordinary arrays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +92,8 @@ def pointer(file: TensorFile) -> str | None:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's location. `order`: of its rows (of a vector its elements); Llama's GGUF files permute q and k."""
+    """A tensor's location. `order`: the order of its rows (of a vector: elements); Llama's GGUF files permute q and
+    k."""
 
     file: TensorFile
     kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS
@@ -124,7 +125,7 @@ class TensorSource:
 
     where: str
     entries: dict[str, TensorEntry]
-    header: bytes  # bytes besides the tensors that are part of the model's fingerprint
+    header: bytes  # further bytes that are part of the model's fingerprint
     plus_one_done: bool = False  # the norms already contain Gemma 3's +1 (GGUF)
 
     def fingerprint(self) -> str:

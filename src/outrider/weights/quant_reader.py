@@ -19,24 +19,24 @@ from ..ops.formats.integer import halves, pairs
 from ..types import OutriderError, require
 
 Shape = tuple[int, ...]
-Tensors = Mapping[str, Tensor]  # of one matrix, by what follows the module's name
+Tensors = Mapping[str, Tensor]  # tensors of one matrix, by suffix of the module's name
 FLOATS = "float32 float16 bfloat16"
-# weights only: activations stay as they are
+# weights only: activations are not quantised
 ACTIVATION_SCALES = "input_scale", "input_global_scale", "input_zero_point", "output_scale"
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight rows is
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # place of each of eight rows in a word
 
 
 @dataclass(frozen=True)
 class QuantReader:
-    scheme: str  # the container's own name for it, for messages
-    format: Format  # the format it is read as, as far as the configuration alone determines it
-    suffixes: tuple[str, ...]  # the tensors it needs, by what follows the module's name
+    scheme: str  # the container's name for it, for messages
+    format: Format  # the resulting format, as far as the configuration determines it
+    suffixes: tuple[str, ...]  # required tensors, by suffix of the module's name
     read: Callable[[str, Shape, Tensors], Weight]  # the first argument names the matrix in errors
-    optional: tuple[str, ...] = ()  # tensors that may be there as well, whether they are used or not
+    optional: tuple[str, ...] = ()  # tensors that may exist, used or not
 
 
 def expect(where: str, tensors: Tensors, name: str, shape: Shape, kinds: str) -> Tensor:
-    """A tensor of exactly this shape; `kinds`: the dtypes that its name in torch may begin with."""
+    """Returns the tensor if it has exactly this shape; `kinds`: prefixes of permitted torch dtypes."""
     tensor = tensors[name]
     kind = str(tensor.dtype).removeprefix("torch.")
     known = kind.startswith(tuple(kinds.split()))
@@ -54,7 +54,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 # ---- integers -------------------------------------------------------------------------------------------------------
 def groups_of(where: str, shape: Shape, group: int, row_step: int, column_step: int) -> int:
-    """Groups per row; an error if rows or columns do not fill whole words, or columns whole groups."""
+    """Groups per row. Raises an error if rows or columns do not fill whole words, or columns whole groups."""
     rows, columns = shape[-2:]
     if rows % row_step or columns % column_step or (group and columns % group):
         raise OutriderError(f"{where}: {rows} rows of {columns} are no whole words or no whole groups of {group}")
@@ -108,7 +108,7 @@ def pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool) -> Qua
 
 
 def by_columns(method: str, bits: int, group: int, less_one: bool = False, ordered: bool = False) -> QuantReader:
-    """AWQ's and GPTQ's layouts: words of rows ("awq") or of columns ("gptq"). less_one: so are its zeros stored."""
+    """AWQ's and GPTQ's layouts: words of rows ("awq") or of columns ("gptq"). less_one: zeros are stored minus one."""
     each = 32 // bits
     is_awq = method == "awq"
 
@@ -149,7 +149,7 @@ def by_columns(method: str, bits: int, group: int, less_one: bool = False, order
 
 # ---- one scale per tensor, row or block -----------------------------------------------------------------------------
 def spread(where: str, tensors: Tensors, name: str, shape: Shape, block: tuple[int, int] | None = None) -> Tensor:
-    """A scale as float32 [N, 1], or for blocks of rows and columns as [N, K / columns per block]."""
+    """Expands a scale to float32 [N, 1], or for blocks of rows and columns to [N, K / columns per block]."""
     rows, columns = shape[-2:]
     scale = tensors[name]
     if scale.numel() == 1:

@@ -17,9 +17,9 @@ from ..types import OutriderError, bad_input
 from .quant_reader import QuantReader, by_columns, float8, int_quantized, nvfp4, pack_quantized
 
 Settings = Mapping[str, object]  # a configuration's `quantization_config`
-# by a module's name (`model.layers.0.mlp.down_proj`); None: it is dense
+# takes a module's name (`model.layers.0.mlp.down_proj`); None: dense
 QuantScheme = Callable[[str], QuantReader | None]
-NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules whose matrix "Linear" does not include
+NOT_LINEAR = ("embed_tokens", "embed_tokens_per_layer")  # modules that "Linear" does not include
 
 
 # ---- reading settings -----------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def linear(module: str) -> bool:
 
 
 def matches(module: str, targets: Sequence[str], contained: bool = False) -> bool:
-    """Whether a list of names and `re:` patterns matches a module, with or without a wrapper's prefix of the text
+    """True if a list of names and `re:` patterns matches a module, with or without a wrapper's prefix of the text
     tower. contained: a plain name matches anywhere in the module's name, as in AWQ's tools."""
     names = [module]
     if module.startswith("model."):
@@ -85,14 +85,15 @@ def by_awq(settings: Settings) -> QuantScheme:
 
 
 def by_fp8(settings: Settings) -> QuantScheme:
-    """`weight_scale_inv` is a scale, not an inverse."""
+    """FP8 checkpoints. `weight_scale_inv` is a scale, not an inverse."""
     blocks = settings.get("weight_block_size") is not None
     stored = float8("fp8", block_size(settings, "weight_block_size", "fp8"), "weight_scale_inv") if blocks else None
     return all_but(strings(settings, "modules_to_not_convert", "ignored_layers"), stored or float8("fp8"))
 
 
 def by_gptq(settings: Settings) -> QuantScheme:
-    """`dynamic`: "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes their settings."""
+    """GPTQ checkpoints. `dynamic`: "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes their
+    settings."""
 
     def stored(values: Settings) -> QuantReader:
         bits = whole(values, "bits", default=4, method="gptq")
@@ -122,7 +123,7 @@ def by_gptq(settings: Settings) -> QuantScheme:
 
 
 def by_modelopt(settings: Settings) -> QuantScheme:
-    nested = settings.get("quantization")  # as hf_quant_config.json has it
+    nested = settings.get("quantization")  # the form of hf_quant_config.json
     settings = nested if isinstance(nested, Mapping) else settings
     algorithm = settings.get("quant_algo")
     dense = strings(settings, "ignore", "exclude_modules")
@@ -207,7 +208,7 @@ METHODS: dict[str, Callable[[Settings], QuantScheme]] = {
 
 # ---- a checkpoint's --------------------------------------------------------------------------------------------------
 def recipe(config: Settings, where: str) -> QuantScheme | None:
-    """The scheme of a checkpoint's quantised matrices; None: it has none."""
+    """The scheme of a checkpoint's quantised matrices; None if nothing is quantised."""
     section = config.get("quantization_config") or text_part(config).get("quantization_config")
     if not section:
         return None

@@ -15,7 +15,7 @@ from textwrap import shorten
 from ..types import OutriderError, require
 
 HOSTS = re.compile(r"(?:https?://)?(?:hf\.co|(?:www\.)?huggingface\.co)/")
-# an id as the hub accepts it: neither `--` nor `..`, no dash or dot at the ends
+# ids that the hub accepts: neither `--` nor `..`, no dash or dot at the ends
 REPO = re.compile(r"((?!.*(?:--|\.\.))[A-Za-z0-9][\w.\-]{,95}/\w(?:[\w.\-]{,94}\w)?)(?::([\w.\-]+))?/?")
 QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|T?Q\d_\d|BF16|F16|F32|MXFP4\w*))$", re.I)
 SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
@@ -42,7 +42,7 @@ def quantisation(name: str | Path) -> str | None:
 
 
 def base(name: str | Path) -> str:
-    """A file's name without its quantisation, in lower case: the same for all files of a model."""
+    """A file's name without its quantisation, in lower case: equal for all files of a model."""
     return QUANT.sub("", stem(Path(name).name)).lower()
 
 
@@ -59,7 +59,8 @@ def is_model(name: str | Path) -> bool:
 
 
 def companion(model: Path, kind: str) -> Path | None:
-    """The `drafter` or `mmproj` next to a GGUF model: by its name, or the only one next to the folder's only model."""
+    """The `drafter` or `mmproj` next to a GGUF model: matched by name, or the only one next to the folder's only
+    model."""
     test = is_drafter if kind == "drafter" else is_mmproj
     if test(model):
         return None
@@ -75,7 +76,9 @@ def choose(names: Iterable[str], repo: str, quant: str | None, drafter: bool = F
     every = sorted(name for name in names if name.lower().endswith(".gguf") and not is_mmproj(name))
     files = [name for name in every if is_drafter(name) == drafter] or every
     require(bool(files), f"{repo} holds no GGUF model")
-    by_quant = {quantisation(name) or stem(Path(name).name): name for name in reversed(files)}  # of parts the first
+    by_quant = {
+        quantisation(name) or stem(Path(name).name): name for name in reversed(files)
+    }  # of several parts, the first
     usual = USUAL if USUAL in by_quant or len(by_quant) > 1 else next(iter(by_quant))
     wanted = usual if quant is None else quant
     chosen = next((file for key, file in by_quant.items() if key.upper() == wanted.upper()), None)
@@ -101,7 +104,7 @@ def in_cache(repo: str) -> list[Path]:
 
 
 def gguf_file(repo: str, quant: str | None, drafter: bool = False, fetch: bool = True) -> Path:
-    """The file that `repo:quant` means, fetched if necessary, with the drafter and mmproj that lie next to it."""
+    """The file that `repo:quant` names, downloaded if necessary, with the drafter and mmproj next to it."""
     cached = {str(p): p for p in in_cache(repo)}
     if quant is not None and cached:
         with suppress(OutriderError):  # another quantisation: the hub may have this one

@@ -30,7 +30,7 @@ def read_json(path: Path) -> ForeignDict:
 
 
 def shard_names(folder: Path) -> list[str] | None:
-    """The weight files of a folder; None when it has none."""
+    """Weight files of a folder; None if it has none."""
     if (folder / INDEX).is_file():
         table = read_json(folder / INDEX).get("weight_map")
         if not isinstance(table, dict) or not table or not all(isinstance(v, str) for v in table.values()):
@@ -110,7 +110,7 @@ def read_header(path: Path, mapped: bool = True) -> dict[str, TensorEntry]:
 
 
 def _naturals(value: object) -> list[int] | None:
-    """A short list of numbers that a file can have; None for anything else."""
+    """A short list of natural numbers that can occur in a file; None for anything else."""
     if not isinstance(value, list) or len(value) > 8:
         return None
     return value if all(type(v) is int and 0 <= v < 1 << 48 for v in value) else None

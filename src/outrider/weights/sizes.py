@@ -29,7 +29,7 @@ class Layout:
     has_zero_point: bool = False  # each group has a zero-point as well
 
     def nbytes(self, n: int, k: int) -> int:
-        """Rows are padded to 64, columns to whole chunks; scales come in pairs."""
+        """Bytes with rows padded to 64 and columns to whole chunks; scales come in pairs."""
         columns = (8 if self.bits < 8 else 4) * (16 if self.group == 16 else 32)
         rows = -(-n // 64) * 64
         chunks = -(-k // columns)
@@ -106,7 +106,7 @@ CPU_LAYOUTS = {
 
 
 def layout_of(format: Format, experts: bool = False) -> Layout | None:
-    """None: the matrix is dense on a GPU, as are experts that each have their own column order."""
+    """Layout on a GPU; None: the matrix is dense there, as are experts with a column order each."""
     if isinstance(format, IntegerFormat):
         if format.ordered and experts:
             return None
@@ -118,7 +118,7 @@ def layout_of(format: Format, experts: bool = False) -> Layout | None:
 
 @dataclass(frozen=True)
 class HeldFormat:
-    """Tensors of one format that are held in one way."""
+    """Tensors of one format that are stored in one way."""
 
     format: str
     cpu: str
@@ -136,7 +136,7 @@ class HeldBytes:
 @dataclass(frozen=True)
 class StoredSize:
     total: float  # bytes
-    token: float  # bytes that one token reads: of tables one row, of experts those chosen
+    token: float  # bytes that one token reads: one row of tables, and the chosen experts
     parameters: int
     gpu: float = 0.0  # bytes in a GPU's memory
     gpu_token: float = 0.0  # bytes of them that one token reads
@@ -152,7 +152,7 @@ def item_bytes(config: Mapping[str, object]) -> float:
 
 
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
-    """quantize: the format to which dense matrices are quantised when they are loaded on a GPU."""
+    """quantize: the format to which dense matrices are quantised when loaded on a GPU."""
     how = recipe(files.config, files.name)
     item = item_bytes(files.config)
     entries: Mapping[str, TensorEntry] = open_source(files).entries if files.gguf is not None else {}

@@ -27,7 +27,7 @@ DTYPES = {**FLOATS, **INTEGERS, **BYTES, "I16": torch.int16, "BOOL": torch.bool}
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """One source of a plan: the tensors of the checkpoint that hold it, and how they are read."""
+    """One source of a plan: the checkpoint's tensors for it, and how to read them."""
 
     entries: tuple[TensorEntry, ...]
     read: Callable[[], Weight]  # views of the file wherever the container's layout allows it
@@ -43,13 +43,13 @@ class SourceTensor:
 
 
 def aligned(pieces: Sequence[SourceTensor], least: int = 1) -> int:
-    """Columns of fused matrices may be cut at multiples of this; 0: nowhere."""
+    """Multiple at which columns of fused matrices may be cut; 0: nowhere."""
     each = [piece.alignment for piece in pieces]
     return 0 if 0 in each else max(least, *each)
 
 
 def tensor(entry: TensorEntry) -> Tensor:
-    """The whole tensor, a view of the file where its alignment and order allow it."""
+    """The whole tensor, a view of the file if its alignment and order allow it."""
     raw = entry.data().reshape(-1)
     if raw.ctypes.data % ITEM_BYTES[entry.kind]:
         raw = raw.copy()
@@ -63,7 +63,8 @@ def ordered(stored: Tensor, entry: TensorEntry) -> Tensor:
 def find(
     source: TensorSource, recipe: QuantScheme | None, name: str, shape: tuple[int, ...], role: Role
 ) -> SourceTensor | None:
-    """Finds a source tensor of the plan; None: it is missing. Errors name what a tensor or a quantised matrix lacks."""
+    """Finds a source tensor of the plan; None if it is missing. Errors name what a tensor or a quantised matrix
+    lacks."""
     entry = source.entries.get(name)
     scheme = recipe if role in ("matrix", "embedding") else None
     stored = None

@@ -69,7 +69,8 @@ def vision_config(files: Files) -> VisionConfig | None:
 def load_vision(
     files: Files, config: VisionConfig, device: torch.device | str, dtype: torch.dtype, dummy_seed: int | None = None
 ) -> dict[str, Tensor]:
-    """By the names of `VisionConfig.tensors`; wrong tensors are errors. dummy_seed: random weights instead."""
+    """Loads tensors by the names of `VisionConfig.tensors`; wrong tensors are errors. dummy_seed: random weights
+    instead."""
     wanted = config.tensors()
     if dummy_seed is not None:
         return _dummy(wanted, device, dtype, seed=dummy_seed)
@@ -106,7 +107,7 @@ def _stored(files: Files, config: VisionConfig) -> tuple[str, dict[str, Callable
 
 
 def has_vision(files: Files) -> bool:
-    """Some checkpoints keep the configuration and leave the weights out."""
+    """True if the weights exist. Some checkpoints keep the configuration without them."""
     names = () if files.gguf is not None else open_source(files).entries
     return files.gguf is not None or any(name.removeprefix("model.").startswith(PREFIXES) for name in names)
 

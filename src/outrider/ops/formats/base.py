@@ -41,12 +41,12 @@ SMALL = 1 << 22  # weights: a GPU reads this many bfloat16 in two microseconds, 
 
 
 def stays_dense(shape: Sequence[int]) -> bool:
-    """Should a GPU keep this quantised matrix dense? Yes if it is so small that its bytes hardly count and unpacking
+    """True if a GPU should keep this quantised matrix dense: it is so small that its bytes hardly count and unpacking
     costs more. `smollm2` from Q4_1 decoded 710 tokens per second on an H200, from bfloat16 1,371."""
     return len(shape) == 2 and prod(shape) <= SMALL
 
 
-DeviceWeight = Tensor | Packed  # a model's weight as its ops take it: a dense tensor, or the backend's own form
+DeviceWeight = Tensor | Packed  # a weight as ops take it: a dense tensor, or the backend's own form
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ class Format(ABC):
 
     @abstractmethod
     def dequantise(self, weight: Weight) -> Tensor:
-        """The definition: float32, of the weight's shape."""
+        """The definition: float32 values in the weight's shape."""
 
     def quantise(self, values: Tensor) -> Weight:
         """The nearest weight in this format: for `--quantize` and for dummy weights."""
         raise OutriderError(f"weights cannot be rounded to {self.name} here: load a checkpoint that holds them")
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes that a matrix of this shape takes."""
+        """Size of a matrix of this shape in bytes."""
         rows = prod(shape[:-1])
         columns = shape[-1]
         return sum(u.width(columns) * u.bytes * (1 if u.shared else rows) for u in self.units.values())
 
     def alignment(self) -> int:
-        """Columns may be cut at multiples of this; 0: nowhere."""
+        """Multiple at which columns may be cut; 0: nowhere."""
         cut = 1
         for unit in self.units.values():
             if unit.shared:
@@ -104,7 +104,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix [N, K] (or experts [E, N, K]) as it is stored. Tensors are often views of the file."""
+    """A matrix [N, K] (or experts [E, N, K]) as stored. Tensors are often views of the file."""
 
     format: Format
     shape: tuple[int, ...]
@@ -129,7 +129,8 @@ class Weight:
         return Weight(self.format, (hi - lo, *self.shape[1:]), tensors)
 
     def slices(self, nbytes: int, multiple: int = 1) -> Iterator[tuple[int, int, Weight]]:
-        """(lo, hi, `rows(lo, hi)`) in pieces of about `nbytes`; the file's pages of a piece are released after it."""
+        """Yields (lo, hi, `rows(lo, hi)`) in pieces of about `nbytes`, and releases the file's pages of a piece after
+        it."""
         # an expert has many rows of the file
         count = self.shape[0]
         each = prod(self.shape[1:-1])
@@ -151,7 +152,8 @@ class Weight:
         return Weight(self.format, (*self.shape[:-1], hi - lo), {**self.tensors, **tensors})
 
     def check(self, where: str) -> Weight:
-        """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""
+        """Returns itself, or raises an error that names the tensor, if any tensor is missing or has another shape than
+        the format requires."""
         rows = self.shape[:-1]
         columns = self.shape[-1]
         named = self.format.name
@@ -166,7 +168,7 @@ class Weight:
 
 
 def join(parts: Sequence[Weight]) -> Weight | None:
-    """The rows of all parts, one below the other; None where they are not of one format (or one order of columns)."""
+    """The rows of all parts, one below the other; None if they differ in format (or in the order of columns)."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -193,5 +195,5 @@ def stack(parts: Sequence[Weight]) -> Weight:
 
 
 def bits(t: Tensor) -> Tensor:
-    """One-byte floats as bytes: torch moves them about on every device, which it does not do for float8 everywhere."""
+    """One-byte floats as bytes, which torch can move and index on every device, unlike float8."""
     return t.view(torch.uint8) if t.element_size() == 1 else t

@@ -14,7 +14,7 @@ from .gguf import GGUFBlockFormat
 from .integer import IntegerFormat, halves
 
 BLOCK = 32
-# what float16 holds with all its bits
+# float16's normal range
 SMALLEST = 6.2e-5
 LARGEST = 6e4
 
@@ -50,6 +50,6 @@ def spread(numbers: Tensor, each: int) -> Tensor:
 
 
 def made(kind: str, shape: tuple[int, ...], numbers: list[Tensor], codes: Tensor) -> Weight:
-    """Blocks of float16 numbers [.., blocks, 1] and codes [.., blocks, bytes]."""
+    """Blocks from float16 numbers [.., blocks, 1] and codes [.., blocks, bytes]."""
     blocks = torch.cat([*(n.contiguous().view(torch.uint8) for n in numbers), codes.view(torch.uint8)], dim=-1)
     return Weight(GGUFBlockFormat(kind), shape, {"blocks": blocks.flatten(-2).contiguous()})

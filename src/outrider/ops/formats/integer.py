@@ -22,8 +22,8 @@ from .base import Format, Unit, Weight
 class IntegerFormat(Format):
     bits: int  # 4 or 8
     group: int  # columns that share a factor; 0: the whole row
-    has_zero_point: bool = False  # there is a tensor of zeros
-    ordered: bool = False  # there is an order of columns
+    has_zero_point: bool = False  # has a tensor of zero-points
+    ordered: bool = False  # has an order of columns
     scale: torch.dtype = torch.bfloat16
 
     @property
@@ -54,7 +54,7 @@ class IntegerFormat(Format):
         return out
 
     def quantise(self, values: Tensor) -> Weight:
-        """By the largest magnitude of a group; symmetric, columns in their own order."""
+        """Scales by the largest magnitude of a group; symmetric, columns in their own order."""
         format = IntegerFormat(self.bits, self.group, scale=self.scale)
         *rows, columns = values.shape
         groups = values.float().reshape(*rows, -1, self.group or columns)

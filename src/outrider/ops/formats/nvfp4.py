@@ -16,7 +16,7 @@ from torch import Tensor
 from .base import Format, Unit, Weight
 from .integer import halves, pairs
 
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; 8..15 are their negatives
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15 are their negatives
 GROUP = 16
 
 
@@ -38,7 +38,8 @@ class NvFp4Format(Format):
         return (groups * scale[..., None]).reshape(weight.shape)
 
     def quantise(self, values: Tensor) -> Weight:
-        """One scale per tensor, so that the largest group scale is 448; then the nearest of the eight magnitudes."""
+        """Chooses one scale per tensor such that the largest group scale is 448, then the nearest of the eight
+        magnitudes."""
         groups = values.float().reshape(*values.shape[:-1], -1, GROUP)
         top = groups.abs().amax(-1)
         factor = (top.amax() / (6.0 * 448.0)).clamp_min(1e-12)

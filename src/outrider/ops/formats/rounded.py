@@ -1,4 +1,4 @@
-"""The formats of `--quantize` on a GPU: which format a dense matrix gets, by its shape. (CPUs have other formats.)"""
+"""Formats of `--quantize` on a GPU: which format a dense matrix gets, by its shape. (CPUs use other formats.)"""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ MODES: dict[str, tuple[Format, ...]] = {  # the first whose groups divide the ro
 
 
 def rounded_to(mode: str, shape: Sequence[int]) -> Format | None:
-    """None: it stays dense."""
+    """The format for a matrix of this shape; None: it stays dense."""
     fit = (f for f in MODES[mode] if f.alignment() <= 1 or shape[-1] % f.alignment() == 0)
     return None if stays_dense(shape) else next(fit, None)
