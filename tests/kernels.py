@@ -25,6 +25,6 @@ def fields(struct: type[ctypes.Structure]) -> str:
     return " ".join(name if kind == "int" else f"{name}:{kind}" for name, kind in told)
 
 
-def no_kernel(*_: object) -> None:
+def no_kernel(*_: object, **__: object) -> None:
     """In place of `nvrtc_kernels.Kernel`: a compiler that fails."""
     raise runtime.CudaError("NVRTC gives no machine code")

@@ -195,7 +195,7 @@ def test_a_run_that_could_not_train_says_so_and_fails(
 ) -> None:
     """The forecast was wrong (a machine that became busy): three steps are made in all the minutes."""
     target, data = world
-    monkeypatch.setattr(forecast, "check", lambda *_: "plenty of steps")
+    monkeypatch.setattr(forecast, "check", lambda *_, **__: "plenty of steps")
     monkeypatch.setattr(Trainer, "share", lambda self, passed: 1.0 if self.progress.step >= 3 else 0.0)
     monkeypatch.setattr(sys, "argv", ["outrider", *endless(target, data, tmp_path)[3:], "--minutes", "9"])
     with pytest.raises(SystemExit) as stop:

@@ -87,7 +87,7 @@ def test_tokens_are_their_definition(
     memory = Memory()
     hold = memory.hold
     monkeypatch.setattr(
-        nvrtc_kernels, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3)
+        nvrtc_kernels, "Kernel", lambda source, name, flags, **_: memory.kernel(source, name, flags, seed=3)
     )
     few = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32))
     few.sms = 13

@@ -113,13 +113,13 @@ class Rig:
         patch.setattr(
             nvrtc_kernels,
             "Kernel",
-            lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed),
+            lambda source, name, flags, **_: self.memory.kernel(source, name, flags, folder, seed),
         )
         patch.setattr(wna16_gemv, "units_of", lambda w: WorkUnits(case.n // 16, w.chunks, case.span))
         patch.setattr(
             wna16_gemv,
             "choose_block",
-            lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)),
+            lambda units, chunk, tokens, **_: (case.warps, shared_bytes(case, units, chunk, tokens)),
         )
         self.few = WNA16Gemv(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
         self.few.sms = case.blocks

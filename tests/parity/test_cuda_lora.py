@@ -76,7 +76,7 @@ def run(
     kernels: WNA16Gemv | W4A16Wgmma = rig.few
     if block is not None:
         patch.setattr(w4a16_wgmma, "units_of", wna16_gemv.units_of)
-        patch.setattr(w4a16_wgmma, "choose_block", lambda *_: block)
+        patch.setattr(w4a16_wgmma, "choose_block", lambda *_, **__: block)
         patch.setattr(w4a16_wgmma, "group_sums", sums_of_groups)
         kernels = W4A16Wgmma(torch.device("cpu"), rig.few.semaphores)
         kernels.sms = case.blocks

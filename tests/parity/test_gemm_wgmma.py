@@ -31,8 +31,9 @@ class Matrix(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("at", "rows", "columns", "stride", "tile_rows", "paired")]
 
 
-def emulated_map(*numbers: int) -> TensorMap:
-    return TensorMap.from_buffer_copy(bytes(Matrix(*numbers)) + bytes(128 - ctypes.sizeof(Matrix)))
+def emulated_map(address: int, rows: int, columns: int, stride: int, tile_rows: int, paired: bool) -> TensorMap:
+    matrix = Matrix(address, rows, columns, stride, tile_rows, paired)
+    return TensorMap.from_buffer_copy(bytes(matrix) + bytes(128 - ctypes.sizeof(Matrix)))
 
 
 class Emulator(GemmWgmma):

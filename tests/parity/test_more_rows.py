@@ -111,7 +111,7 @@ def both(
     x = drawn(case, rows)
     few = torch.cat([rig.product(part) for part in x.split(8)])
     patch.setattr(w4a16_wgmma, "units_of", wna16_gemv.units_of)
-    patch.setattr(w4a16_wgmma, "choose_block", lambda *_: block)
+    patch.setattr(w4a16_wgmma, "choose_block", lambda *_, **__: block)
     patch.setattr(w4a16_wgmma, "group_sums", sums_of_groups)
     more = W4A16Wgmma(torch.device("cpu"), rig.few.semaphores)
     more.sms = blocks

@@ -80,8 +80,8 @@ def eval_drafter(
     where = str(place(load.device))
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     require(kind in ("float32", "bfloat16"), f"--dtype must be float32 or bfloat16 here, got {kind!r}")
-    asked = replace(asked, device=where, dtype=kind)
-    result = evaluate_drafter(model, drafter, config=asked, card=card, say=common.teller(as_json))
+    config = replace(asked, device=where, dtype=kind)
+    result = evaluate_drafter(model, drafter, config=config, card=card, say=common.teller(as_json))
     if as_json:
         out.print_json(data=result)
         return

@@ -224,7 +224,8 @@ def serving(command: list[str], model: str, key: str, log_name: str = "serve.log
             if ended:
                 lines = [line for line in said.splitlines() if line.strip()] or [f"exit code {child.returncode}"]
                 raise OutriderError(f"the server for {model} did not start: {lines[-1].removeprefix('outrider: ')}")
-            if started := SERVING.search(said):
+            started = SERVING.search(said)
+            if started is not None:
                 with suppress(OutriderError):  # it prints its address before it answers
                     at = find(started[1], None, key)
         yield at

@@ -29,7 +29,7 @@ class Proposer(IntEnum):
 
 
 class DecodeInputs:
-    """What a decode step does with each sequence."""
+    """Instructions to a decode step, one row per sequence."""
 
     host_draft_width = HOST_DRAFT
 

@@ -207,9 +207,11 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
     pool = ThreadPoolExecutor(1)
     try:
         ahead = deque(pool.submit(next, items, None) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not None:
+        item = ahead.popleft().result()
+        while item is not None:
             ahead.append(pool.submit(next, items, None))
             yield item
+            item = ahead.popleft().result()
     finally:
         # wait for it: a thread inside torch would abort the process when the interpreter ends
         pool.shutdown(cancel_futures=True)

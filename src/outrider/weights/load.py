@@ -225,7 +225,8 @@ def packed(
 def transform(
     config: Config, name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None
 ) -> DeviceWeight:
-    """With int8, a drafter trained for 4 bits keeps its layers in 4 bits; its head gets 8."""
+    """A weight in the ops object's form, quantised if requested. With int8, a drafter trained for 4 bits keeps its
+    layers in 4 bits; its head gets 8."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
     trained = isinstance(config, DrafterConfig) and config.weight_bits == 4 and name not in ("embed", "centroids")

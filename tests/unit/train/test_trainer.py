@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_judges_the_answers_it_judged_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = made(tmp_path / "target")
-    monkeypatch.setattr(finish, "judge", lambda *_: {})
+    monkeypatch.setattr(finish, "judge", lambda *_, **__: {})
     seen: Any = None
 
     def judged(minutes: float | None) -> list[int]:

@@ -402,7 +402,7 @@ def launches_of(
     q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
     shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> tuple[Tensor, list[Launch]]:
-    """The result, once the launches have run."""
+    """The result, valid once the launches have run, and the launches."""
     keys, values = kv_tensors(kv, spec)
     rows = q.shape[0]
     batch = kv.row_start.shape[0] - 1

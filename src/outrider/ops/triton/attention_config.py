@@ -62,7 +62,8 @@ def choose_reduction(spec: AttnSpec, dtype: torch.dtype, shared: int = MAX_SMEM)
 
 
 def fit_smem(shape: AttentionConfig, spec: AttnSpec, shared: int) -> AttentionConfig:
-    """The shape where a program may take less than on the card it was measured on: fewer queries. No bit changes."""
+    """Adapts a shape to a card where a program may use less shared memory than on the measured one: fewer queries.
+    Changes no bit."""
     if shared > WIDE_HEAD_SMEM or spec.head_dim < 256:
         return shape
     large = spec.head_dim > 256
@@ -166,7 +167,8 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
 
 
 def split_count(spec: AttnSpec, kv: KVView, cut: ReductionSpec) -> int:
-    """Slots that cover every key any row of this pass can see: a host number, so that a captured grid stays valid."""
+    """Number of slots that cover every key that a row of this pass can see. Computed on the host, so that a captured
+    grid stays valid."""
     length = kv.max_context
     if spec.window is not None:
         return min(triton.cdiv(length, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)

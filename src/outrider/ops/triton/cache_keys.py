@@ -1,9 +1,9 @@
 """Fixed keys of compiled kernels on disk.
 
-Triton up to 3.6 hashes a function's constants together with those of the functions that it calls only if the keys of
-these were computed before. So the key under which a kernel is stored depended on which kernel ran first: a start that
-timed steps and one that did not found nothing of each other, and compiled attention again at every change.
-`settle_cache_keys` computes all keys in one order before the first launch.
+Triton up to 3.6 hashes a function's constants together with those of the functions it calls only if the keys of these
+were computed before. So a kernel's key depended on which kernel ran first: a start that timed steps and one that did
+not shared no entries, and compiled attention again at every change. `settle_cache_keys` computes all keys in one order
+before the first launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 
 def jit_functions() -> Iterator[JITFunction]:
-    """The Triton functions of this package, by module and line. None in Triton's interpreter."""
+    """Triton functions of this package, by module and line; none in Triton's interpreter."""
     package = importlib.import_module(__package__)
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
         name = f"{__package__}.{module.name}"
@@ -27,5 +27,5 @@ def jit_functions() -> Iterator[JITFunction]:
 
 @lru_cache(maxsize=1)
 def settle_cache_keys() -> int:
-    """Compute the keys of all functions, once per process. Returns their number."""
+    """Computes the keys of all functions, once per process. Returns their number."""
     return len([function.cache_key for function in jit_functions()])

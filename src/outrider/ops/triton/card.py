@@ -1,4 +1,4 @@
-"""The graphics card that kernels are chosen for: asked once, when the ops are created."""
+"""The graphics card that kernels are chosen for, queried once when the ops are created."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Card:
-    """What the choice of a kernel depends on. Without a card (the interpreter, kernels that are only compiled) its
-    numbers are those of an H200."""
+    """Properties of the graphics card that the choice of a kernel depends on. Without a card (the interpreter, kernels
+    that are only compiled) they are those of an H200."""
 
     name: str
     capability: tuple[int, int]
     sms: int
     shared: int  # bytes of shared memory that a program may take
-    cuda: bool  # CUDA C++ kernels can be compiled and run; written for Hopper, they had Triton's bits there
+    cuda: bool  # CUDA C++ kernels compile and run; on Hopper, for which they are written, their bits equal Triton's
     hopper: bool  # tiles of prompts were measured here
 
     @property
@@ -37,7 +37,7 @@ class Card:
 
     @property
     def pdl(self) -> bool:
-        """Programmatic dependent launch exists."""
+        """True if the card has programmatic dependent launch."""
         return self.capability >= HOPPER
 
     @staticmethod

@@ -23,14 +23,14 @@ LOG2E = 1.4426950408889634
 
 
 class Launcher(Protocol):
-    """`TritonOps`, as the functions see it that are its methods."""
+    """The attributes of `TritonOps` that its functions in other files use."""
 
     pdl: bool
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and what it is launched with."""
+    """A kernel with its grid, arguments and options."""
 
     kernel: Any  # a function of `triton.jit`
     grid: tuple[int, ...]
@@ -41,18 +41,18 @@ class Launch:
         self.kernel[self.grid](*self.arguments, **self.options)
 
     def compile(self) -> None:
-        """Compile it, and launch nothing."""
+        """Compiles the kernel without launching it."""
         self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
 
     @property
     def shell(self) -> Launch:
-        """The same without memory, to be compiled."""
+        """A copy without memory, for compiling."""
         empty = (torch.empty(0, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in self.arguments)
         return Launch(self.kernel, self.grid, tuple(empty), options=self.options)
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """Launches that share it share the compiled kernel."""
+        """Key of the compiled kernel: launches with equal keys share it."""
         return self.kernel, *sorted(self.options.items())
 
 

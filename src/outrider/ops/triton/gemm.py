@@ -264,7 +264,7 @@ def _finish(
 
 @dataclass(frozen=True)
 class GemmKind:
-    """A dense_gemm except for its rows: what one compiled kernel serves."""
+    """A dense product except for its number of rows: the products that one compiled kernel serves."""
 
     n: int
     k: int
@@ -277,7 +277,7 @@ class GemmKind:
     softcap: bool = False
 
     def shape(self, rows: int) -> DenseShape:
-        """With operands that lie as usual."""
+        """The product's shape with this many rows and contiguous operands."""
         many = rows > MAX_FEW_ROWS
         aligned = many and self.k * self.dtype.itemsize % 16 == 0
         rounds = not self.gated or self.out_dtype == torch.bfloat16
@@ -293,14 +293,14 @@ class GemmKind:
 
 
 class DenseShape(NamedTuple):
-    """A dense product, as far as the choice of a kernel depends on it."""
+    """Properties of a dense product that the choice of a kernel depends on."""
 
     rows: int
     n: int
     k: int
     gated: bool
     itemsize: int
-    tma: bool = False  # TMA can load x and the weights; asked only where a kernel that uses it may serve
+    tma: bool = False  # TMA can load x and the weights; only set if a kernel that uses it may serve
     wgmma: bool = False  # gemm_wgmma supports this product
     reduction: GemmReduction | None = None  # None: the weight's own
 
@@ -323,17 +323,17 @@ class DenseShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmDevice:
-    """Shared by all products of one device."""
+    """State shared by all products of one device."""
 
     semaphores: Tensor  # every kernel leaves its counters at 0
     pdl: bool = False
     shared: int = MAX_SMEM  # bytes of shared memory that a program may take
-    wgmma: GemmWgmma | None = None  # kernels for many rows, where the card has them
+    wgmma: GemmWgmma | None = None  # kernels for many rows, if the card has them
 
 
 @dataclass(frozen=True)
 class DenseCall:
-    """A dense product to be launched: x [R, K], w [N, K] -> [R, N]."""
+    """A dense product to launch: x [R, K], w [N, K] -> [R, N]."""
 
     x: Tensor
     w: Tensor
@@ -352,7 +352,7 @@ class DenseCall:
             k=w.shape[1],
             gated=self.end.gated,
             itemsize=w.element_size(),
-            tma=many and (x.stride(1) != 1 or tma_aligned(x)) and tma_aligned(w),  # another x is copied first
+            tma=many and (x.stride(1) != 1 or tma_aligned(x)) and tma_aligned(w),  # any other x is copied first
             wgmma=many and self.reduction is None and supports_wgmma(x, w, self.end),
             reduction=self.reduction,
         )
@@ -378,14 +378,14 @@ class DenseCall:
         return WgmmaTile(config.bn, config.swap_ab, config.cut)
 
     def linear_launch(self) -> GemmLaunch:
-        """By `linear_kernel`. The tiles of stream-K are loaded without TMA."""
+        """Launch of `linear_kernel`. Tiles chosen for stream-K are loaded without TMA."""
         shape = self.shape
         config = replace(shape.triton_plan.config, tma=False)
         config = gemm_config.fit_smem(config, 2 if shape.gated else 1, shape.itemsize, shared=self.device.shared)
         return launch_of(self.x, self.w, self.device, end=self.end, tile=self.reduction, shape=config)
 
     def streamk_launch(self) -> GemmLaunch:
-        """By `streamk_kernel`, or `splitk_kernel` if the weight has several spans."""
+        """Launch of `streamk_kernel`, or of `splitk_kernel` if the weight has several spans."""
         config = self.shape.triton_plan.config
         return launch_of(self.x, self.w, self.device, end=self.end, tile=self.reduction, shape=config)
 
@@ -402,7 +402,7 @@ class DenseCall:
 
 
 def placeholder_call(kind: GemmKind, rows: int, device: GemmDevice) -> DenseCall:
-    """A product of this kind with meta tensors, to compile its kernel and launch nothing."""
+    """A product of this kind with meta tensors, to compile its kernel without launching."""
     shell = partial(torch.empty, device="meta")
     sides = 2 if kind.gated else 1
     end = Epilogue(
@@ -419,14 +419,15 @@ def placeholder_call(kind: GemmKind, rows: int, device: GemmDevice) -> DenseCall
 
 
 class Precompiler:
-    """Compiles in parallel the kernels that a pass of another size will need. A model has some ten kinds of products:
-    compiled one after the other at their first launch they would delay running requests by a quarter of a minute, once
+    """Compiles kernels in parallel before a pass of another size needs them. A model has some ten kinds of products:
+    compiled one after the other at their first launch, they would delay running requests by a quarter of a minute, once
     per machine. So the products in use are recorded, and when the first of them comes with a new number of rows, all
-    are compiled for it at once. Nothing is launched; what was not compiled ahead is compiled when it is needed."""
+    are compiled for it at once. Nothing is launched; a kernel that was not compiled ahead is compiled when it is
+    needed."""
 
     def __init__(self, compile_one: Callable[[Any, int], None], variant: Callable[[Any, int], Hashable]):
-        """compile_one(kind, rows): compiles, launches nothing; may fail. variant(kind, rows): numbers of rows that
-        share it share the kernel."""
+        """compile_one(kind, rows): compiles without launching; may fail. variant(kind, rows): equal for numbers of rows
+        that share a compiled kernel."""
         self._compile = compile_one
         self._variant = variant
         self._asked = dict[Hashable, None]()
@@ -434,10 +435,10 @@ class Precompiler:
         self._made: set[tuple[Hashable, Hashable]] = set()
 
     def before(self, kind: Hashable, rows: int) -> None:
-        """Call this before a launch."""
+        """Must be called before a launch."""
         if kind not in self._asked:
             self._asked[kind] = None
-            self._made.add((kind, self._variant(kind, rows)))  # its own launch compiles it
+            self._made.add((kind, self._variant(kind, rows)))  # compiled by its own launch
         elif rows not in self._rows:
             self._rows.add(rows)
             missing = [one for one in self._asked if (one, self._variant(one, rows)) not in self._made]
@@ -465,7 +466,7 @@ class GemmLaunch:
     grid: tuple[int, ...]
     arguments: tuple[Tensor | TensorDescriptor | int | float, ...]
     options: dict[str, int | str | bool]
-    out: Tensor  # where the result will be
+    out: Tensor  # the result, after the launch
 
     def run(self) -> Tensor:
         self.kernel[self.grid](*self.arguments, **self.options)

@@ -24,7 +24,7 @@ MAX_FEW_ROWS = 128  # rows up to which one kernel serves all products, and may a
 @dataclass(frozen=True)
 class GemmReduction:
     """How one weight matrix is cut: a function of (N, K, gated, dtype) alone. `splits` and `bk` fix the spans of its
-    sums; the rest is what a program takes at 1 to 16 rows."""
+    sums; the other fields are a program's tile at 1 to 16 rows."""
 
     bn: int  # columns of the result; a gated product reads two rows of weights for each
     bk: int  # columns of the weights fetched at a time; a span is a whole number of them
@@ -48,15 +48,15 @@ class GemmConfig:
     stages: int
     warps: int = 4
     swap_ab: bool = True
-    bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
+    bm2: int = 0  # additional rows, so that a program may have 320: four drafted tokens of 64 sequences
     serial_splitk: bool = False  # a program processes all spans of its tile; otherwise one program per span
     tma: bool = False  # gemm_streamk
     wgmma: bool = False  # gemm_wgmma: bn rows of the weights, or swap_ab: of x, meet 256 of the other
-    cut: bool = False  # of those, tiles that do not come out even are cut (stream-K)
+    cut: bool = False  # gemm_wgmma: tiles of an incomplete last wave are cut (stream-K)
 
 
 class GemmPlan(NamedTuple):
-    """A configuration and how long it is estimated to take."""
+    """A configuration and its estimated time."""
 
     micros: float
     config: GemmConfig
@@ -153,8 +153,8 @@ def choose_reduction(n: int, k: int, gated: bool, bytes_per: int) -> GemmReducti
 
 
 def rule(n: int, k: int, gated: bool) -> GemmReduction:
-    """64 rows of weights a program, and about as many programs as the 132 multiprocessors hold: the fewer columns, the
-    more spans."""
+    """Configuration of a shape that was not measured: 64 rows of weights per program, and about as many programs as the
+    132 SMs hold: the fewer columns, the more spans."""
     bn = 32 if gated else 64
     splits = max(1, min(round(132 / triton.cdiv(n, bn)), k // 256))
     return GemmReduction(bn, bk=64, splits=splits, stages=6, swap_ab=True)
@@ -225,8 +225,8 @@ def _swap_ab_config(bm: int, more: int, wide: int, sides: int, serial_splitk: bo
 
 
 def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> GemmConfig:
-    """The shape where a program may take less shared memory than tiles were measured with: fewer stages, then smaller
-    tiles. Neither changes a bit."""
+    """Adapts a shape to a card where a program may use less shared memory: fewer stages, then smaller tiles. Neither
+    changes a bit."""
     if shared >= MAX_SMEM:
         return shape
     if shape.tma:  # a card before Hopper, or with less shared memory: the same tile by plain loads
@@ -271,8 +271,8 @@ STREAMK_MAX_WHOLE_TILES = 132
 
 
 def _streamk_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[GemmPlan]:
-    """Candidates of stream-K, like `_many_row_plans`. Tiles are cut only if each has weights of its own: else they
-    would be fetched from memory once for every row of tiles."""
+    """Candidates of stream-K, like `_many_row_plans`. Tiles are cut only if each has its own weights; otherwise weights
+    would be read from memory once per row of tiles."""
     spans = tile.splits
     if rows > STREAMK_MAX_ROWS:
         return
@@ -287,7 +287,7 @@ def _streamk_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -
     for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
         tiles = triton.cdiv(n * sides, wide)
         if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:
-            # nothing is fetched for the next tile while this one is stored
+            # the next tile's loads do not overlap with this one's stores
             each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11
             config = GemmConfig(bm, wide // sides, bk=64, stages=stages, warps=warps, swap_ab=True, bm2=more, tma=True)
             yield GemmPlan((tiles / 132 + 0.1) * each, config)
@@ -297,12 +297,12 @@ def _streamk_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -
 WGMMA_RATES = {(256, False): 0.97, (192, False): 0.96, (160, True): 0.92}
 SWAP_MAX_ROWS = 640  # up to which x was on the short side
 CUT_MAX_WAVES = 11  # up to which cut tiles were measured
-CUT_MAX_ROWS = 2048  # beyond them idle SMs leave their power to the others, and cut tiles gain nothing
+CUT_MAX_ROWS = 2048  # with more rows cut tiles gain nothing: idle SMs leave their power to the others
 
 
 def _wgmma_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[GemmPlan]:
-    """Candidates of gemm_wgmma, like `_many_row_plans`: clusters of two blocks on 132 SMs. Handing over the sums of
-    cut tiles costs 0.4 of a tile."""
+    """Candidates of gemm_wgmma, like `_many_row_plans`: clusters of two blocks on 132 SMs. Passing on the sums of cut
+    tiles costs 0.4 of a tile."""
     for (bn, swap_ab), rate in WGMMA_RATES.items():
         if (swap_ab and rows > SWAP_MAX_ROWS) or (bn == 256 and tile.splits > 1):
             continue
@@ -316,9 +316,9 @@ def _wgmma_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> 
 
 
 def _many_row_plans(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[GemmPlan]:
-    """Shapes for more than 128 rows, each with an estimate of its microseconds: the waves of its programs on 132
-    multiprocessors of 6 TFLOP/s, a program's start and end, and what is written and read again of spans that have
-    programs of their own. On the shapes of 31B it is right to 5 %."""
+    """Shapes for more than 128 rows, with estimates in microseconds: the waves of programs on 132 SMs of 6 TFLOP/s, a
+    program's start and end, and the traffic of partial sums if spans have their own programs. Right to 5 % on the
+    shapes of 31B."""
     for (bm, more, wide), rate in POINTER_RATES.items():
         tiles = triton.cdiv(rows, bm + more) * triton.cdiv(n * sides, wide)
         for serial_splitk in (False, True) if tile.splits > 1 else (False,):

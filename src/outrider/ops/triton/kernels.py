@@ -1,9 +1,9 @@
 """The table of GPU kernels: which serves which shape on which card, in which order of sums (`ops/registry.py`).
 
 Dispatch, precompilation, certification and `outrider doctor --kernels` read it. The limits are the constants that the
-kernels are written for; of several that serve, the one with the lowest estimate runs, of equal ones the first. The last
-kernel of an order is its definition: plain Triton, for every card. A kernel stays if it brings at least 5 % of a whole
-step in a published configuration (`docs/gpu-inside.md`).
+kernels are written for. Of several kernels that serve, the one with the lowest estimate runs, of equal ones the first.
+The last kernel of an order is its definition: plain Triton, for every card. A kernel stays if it gains at least 5 % of
+a whole step in a published configuration (`docs/gpu-inside.md`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SIDE_STREAM_ROWS = 8  # rows up to which experts and the shared dense MLP run co
 
 
 class QuantShape(NamedTuple):
-    """A quantised product, as far as the choice of a kernel depends on it."""
+    """Properties of a quantised product that the choice of a kernel depends on."""
 
     rows: int
     units: WorkUnits
     chunk: WeightChunk
     comparable: bool  # the CUDA C++ kernels support its numbers and its epilogue
     four_bits: bool  # integers of four bits in groups
-    whole_tiles: bool  # of the matrices that adapters change
+    whole_tiles: bool  # the matrices that adapters change consist of whole tiles
 
     @property
     def w4a16(self) -> w4a16_gemm.W4A16Shape:
@@ -54,7 +54,7 @@ class QuantShape(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantCall:
-    """A quantised product to be launched."""
+    """A quantised product to launch."""
 
     ops: TritonOps
     x: Tensor
@@ -79,7 +79,7 @@ class AdaptedShape(NamedTuple):
 
     rows: int
     dense: bool
-    fits: bool  # all B lie side by side in one program
+    fits: bool  # all B fit side by side into one program
     quantised: QuantShape | None
 
 
@@ -275,7 +275,7 @@ def run_attention(call: AttentionCall) -> Tensor:
 
 
 def attention_launches(call: AttentionCall) -> list[Launch]:
-    """What serves this call, if it is a kernel in Triton."""
+    """Launches of the Triton kernel that serves this call; empty if another kernel serves it."""
     serving = call.ops.registry.choose(ATTENTION, call.shape)
     if serving.launch is run_prompts:
         return [prefill_attention.launch_of(call.q, call.spec, call.kv, pdl=call.ops.pdl)[1]]

@@ -83,11 +83,12 @@ class Shrunk:
 
     @property
     def fits(self) -> bool:
-        """Do all ranges' B lie side by side in one program?"""
+        """True if the B of all ranges fit side by side into one program."""
         return triton.next_power_of_2(len(self.ranges)) * self.rank <= FUSED_RANKS
 
     def follows(self, x: Tensor) -> bool:
-        """Is x complete when its product starts? A copy of x would be made by another kernel, after `shrink`."""
+        """True if x is complete when its product starts. A copy of x would be made by another kernel, after
+        `shrink`."""
         return self.pdl and x is self.x
 
     def pointers(self, x: Tensor) -> ctypes.Structure:

@@ -169,7 +169,7 @@ def by_row(w: QuantWeight) -> bool:
 
 @dataclass(frozen=True)
 class MoeGemvLayer:
-    """One layer's weights, and how its kernels take them."""
+    """One layer's weights, and the kernels for them."""
 
     experts: ExpertWeights
     mlp: SharedMLP | None  # None: it runs elsewhere
@@ -181,13 +181,13 @@ class MoeGemvInt8(NvrtcKernels):
     source = SOURCE
 
     def plan(self, x: Tensor, experts: ExpertWeights, shared: SharedMLP | None) -> MoeGemvPlan | None:
-        """None: not supported."""
+        """The plan of these weights; None if they are not supported."""
         if x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
             return None
         return MoeGemvPlan.of(x.shape[0], experts, shared, sms=self.sms, room=self.room)
 
     def layer(self, x: Tensor, experts: ExpertWeights, mlp: MlpWeights) -> MoeGemvLayer | None:
-        """None: not supported."""
+        """The layer of these weights; None if they are not supported."""
         down = experts.down
         shared = SharedMLP.of(*mlp, x.shape[1], down.matrix.chunks) if isinstance(down, QuantExperts) else None
         plan = self.plan(x, experts, shared)
@@ -235,7 +235,7 @@ class MoeGemvInt8(NvrtcKernels):
         return pairs, weight, dense_out
 
     def kernels(self, plan: MoeGemvPlan, act: str) -> list[Kernel]:
-        """Router, gate_up, down."""
+        """The compiled kernels: router, gate_up, down."""
         flags = flags_of(plan, act)
         return [self.kernel(name, flags) for name in ("experts_router", "experts_gate_up", "experts_down")]
 

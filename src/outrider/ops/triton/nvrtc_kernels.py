@@ -1,5 +1,5 @@
-"""CUDA C++ alternatives to Triton kernels with the same bits, compiled at first use. They are for Hopper, where both
-gave the same bits (`Card.cuda`). Where one cannot be compiled, the registry rejects it and the next one serves."""
+"""CUDA C++ alternatives to Triton kernels with the same bits, compiled at first use. They are for Hopper, where their
+bits were compared (`Card.cuda`). If one cannot be compiled, the registry rejects it and the next one serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NvrtcKernels:
     """The kernels of one source on one device."""
 
     source: Path
-    arch_specific = False  # they use instructions of this architecture alone
+    arch_specific = False  # uses instructions of one architecture only
 
     def __init__(self, device: torch.device, semaphores: Tensor):
         """semaphores: counters that every launch leaves at 0."""
@@ -34,7 +34,7 @@ class NvrtcKernels:
             try:
                 source = self.source.read_text()
                 self.compiled[key] = Kernel(
-                    source=source, name=name, flags=flags, device=self.device, shared=self.room, own=self.arch_specific
+                    source, name, flags, device=self.device, shared=self.room, own=self.arch_specific
                 )
             except CudaError as error:  # a toolchain may be broken in many ways
                 raise Unavailable(f"{self.source.name}: {error}") from error

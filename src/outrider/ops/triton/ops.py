@@ -84,7 +84,7 @@ class TritonOps(ReferenceOps):
         self.ahead = Precompiler(self._compile, self._compiled_form) if self.card.real else None
 
     def _compile(self, kind: GemmKind, rows: int) -> None:
-        """Compile the kernel that serves this number of rows of this kind, and launch nothing."""
+        """Compiles the kernel that serves this kind with this number of rows, without launching it."""
         call = placeholder_call(kind, rows, self.gemm)
         kernel = self.registry.choose(DENSE, call.shape)
         assert kernel.compile is not None
@@ -144,7 +144,7 @@ class TritonOps(ReferenceOps):
     clamp_columns = norm.clamp_columns
 
     def product(self, x: Tensor, w: DeviceWeight, end: Epilogue) -> Tensor:
-        """x [R, in] · w [out, in], and what `end` makes of it."""
+        """x [R, in] · w [out, in], followed by the epilogue `end`."""
         if isinstance(w, QuantWeight):
             return self.multiply(x, w, end)
         if not isinstance(w, Parts):
@@ -166,7 +166,7 @@ class TritonOps(ReferenceOps):
         return cast(Tensor, self.registry.run(QUANTISED, call.shape, call))
 
     def multiply_dense(self, x: Tensor, w: Tensor, end: Epilogue, reduction: GemmReduction | None = None) -> Tensor:
-        """reduction: instead of the weight's own."""
+        """The product of a dense weight. reduction: overrides the weight's."""
         call = DenseCall(x, w, self.gemm, end=end, reduction=reduction)
         if self.ahead is not None and reduction is None:
             self.ahead.before(call.kind, x.shape[0])
@@ -264,7 +264,7 @@ class TritonOps(ReferenceOps):
             for done, job in enumerate(as_completed(jobs), 1):
                 error = job.exception()
                 if error is not None:
-                    log.debug("not compiled ahead: %s", error)  # it is compiled when it is needed
+                    log.debug("not compiled ahead: %s", error)  # compiled when needed
                 progress(done, len(jobs))
         return len(shells)
 
@@ -292,7 +292,7 @@ class TritonOps(ReferenceOps):
         return cast("tuple[Tensor, Tensor]", self.registry.run(EXPERTS, call.shape, call))
 
     def few_experts(self, call: ExpertsCall) -> tuple[Tensor, Tensor] | None:
-        """By `moe_gemv_int8`; None: it does not support these weights."""
+        """The result of `moe_gemv_int8`; None if it does not support these weights."""
         layer = call.layer
         experts = layer.experts
         kernels = self.moe_gemv_int8
@@ -328,14 +328,14 @@ class TritonOps(ReferenceOps):
         return moe.mix(pair_out, pairs.weight, dense, stream=stream, end=layer.end, pdl=join())
 
     def pdl_after_main(self) -> bool:
-        """Whether a kernel that reads the main stream alone may start before the previous one is done."""
+        """True if a kernel that reads only the main stream may start before the previous one is done."""
         return self.pdl
 
     def dense_mlp(
         self, h: Tensor, mlp: MlpWeights, act: str, side_stream: bool
     ) -> tuple[Tensor, Callable[[], bool]]:
-        """The MLP next to experts. On a side stream it runs concurrently: the first reader calls the returned function,
-        which says whether that reader may start before the previous kernel is done."""
+        """The MLP next to experts. On a side stream it runs concurrently: the first reader of its result calls the
+        returned function, which returns True if that reader may start before the previous kernel is done."""
         if not side_stream:
             return self.linear(self.gated_linear(h, mlp[0], act), mlp[1]), self.pdl_after_main
         ops, side = self.side_stream
@@ -346,13 +346,13 @@ class TritonOps(ReferenceOps):
 
         def join() -> bool:
             main.wait_stream(side)
-            return False  # it follows two kernels
+            return False  # the reader follows two kernels
 
         return result, join
 
     @cached_property
     def side_stream(self) -> tuple[TritonOps, torch.cuda.Stream]:
-        """Ops with separate counters, which wait for the previous kernel, and their stream."""
+        """Ops with separate counters on a second stream, which waits for the previous kernel."""
         device = self.semaphores.device
         return type(self)(device, pdl=False, card=self.card, registry=self.registry), torch.cuda.Stream(device)
 

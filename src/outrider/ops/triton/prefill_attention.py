@@ -53,7 +53,7 @@ def launch_of(
     q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None,
     shape: AttentionConfig | None = None, span_end: int = 0,
 ) -> tuple[Tensor, Launch]:
-    """The result, once the launch has run."""
+    """The result, valid once the launch has run, and the launch."""
     keys, values = kv_tensors(kv, spec)
     cut = cut or choose_reduction(spec, q.dtype, max_smem(q.device))
     shape = shape or choose_prefill_config(spec, cut)
