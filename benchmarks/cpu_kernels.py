@@ -68,10 +68,10 @@ class Stopwatch:
 
     def faster(self, ours: str, theirs: str) -> str:
         """Medians over medians, and the median of neighbours' ratios."""
-        mine = self.times[ours]
+        own_times = self.times[ours]
         peer = self.times[theirs]
-        pairs = [b / a for a, b in zip(mine, peer)]
-        kinds = f"pair by pair {statistics.median(pairs):.2f}, best by best {min(peer) / min(mine):.2f}"
+        pairs = [b / a for a, b in zip(own_times, peer)]
+        kinds = f"pair by pair {statistics.median(pairs):.2f}, best by best {min(peer) / min(own_times):.2f}"
         return f"{self.median(theirs) / self.median(ours):.2f} x llama.cpp's speed ({kinds})"
 
     def median(self, name: str) -> float:
@@ -86,9 +86,9 @@ class Stopwatch:
 
 def resident() -> str:
     """What the process holds now: memory of its own, and pages of mapped files (the system may take those back)."""
-    found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    own, mapped, peak = (int(found[name].split()[0]) / 1e3 for name in ("RssAnon", "RssFile", "VmHWM"))
-    return f"resident: {own:.0f} MB of its own, {mapped:.0f} MB of mapped files, {peak:.0f} MB at the peak"
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    anonymous, mapped, peak = (int(status[name].split()[0]) / 1e3 for name in ("RssAnon", "RssFile", "VmHWM"))
+    return f"resident: {anonymous:.0f} MB of its own, {mapped:.0f} MB of mapped files, {peak:.0f} MB at the peak"
 
 
 class OurKernels:
@@ -317,8 +317,8 @@ def main() -> None:
         clock.show(f"llama.cpp prefill of {PREFILL}", per=PREFILL)
         one = f"{PASS_ROWS[0]} rows"
         whole = f"prefill of {PREFILL}"
-        for mine, theirs in ((f"pass, {one}", f"llama.cpp, {one}"), (whole, f"llama.cpp {whole}")):
-            print(f"  {mine}: {clock.faster(mine, theirs)}")
+        for left, theirs in ((f"pass, {one}", f"llama.cpp, {one}"), (whole, f"llama.cpp {whole}")):
+            print(f"  {left}: {clock.faster(left, theirs)}")
 
 
 if __name__ == "__main__":

@@ -271,13 +271,13 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", default=list(SHARED))
     args = parser.parse_args()
     stub = Stub()
-    made = {}
+    compiled = {}
     driver.set_active(stub)
     run = JITFunction.run
 
     def warm(self: JITFunction, *a: object, grid: object, warmup: bool, **kw: object) -> object:
         kernel = run(self, *a, grid=grid, warmup=True, **kw)
-        made[id(kernel)] = (" ".join([self.fn.__name__, *(f"{k}={kw[k]}" for k in CONSTANTS if k in kw)]), kernel)
+        compiled[id(kernel)] = (" ".join([self.fn.__name__, *(f"{k}={kw[k]}" for k in CONSTANTS if k in kw)]), kernel)
         return kernel
 
     JITFunction.run = warm
@@ -288,9 +288,9 @@ def main() -> None:
         for module in (attention, moe, quant):
             module.max_smem = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
-            made.clear()
+            compiled.clear()
             call()
-            for name, kernel in made.values():
+            for name, kernel in compiled.values():
                 registers, stack = resources(kernel)
                 shared = kernel.metadata.shared
                 most = ATTENTION_SPILLS if ATTENTION in (title or "") else SPILLS

@@ -100,26 +100,26 @@ def kernels(size: str, layers: int, dry: bool) -> None:
             torch.randn((3, rig.config.hidden), device=rig.device, generator=g).to(rig.model.dtype)
             for _ in drafter.taps
         ]
-        kept = [t.clone() for spec in drafter.kv_specs for t in (kv.keys[spec.kv_layer], kv.values[spec.kv_layer])]
-        made = []
+        saved = [t.clone() for spec in drafter.kv_specs for t in (kv.keys[spec.kv_layer], kv.values[spec.kv_layer])]
+        rows = []
         for each_net in (net, other, exact):
             streams = [s.float() for s in streams] if each_net is exact else streams
             each_net.write_context(streams, kv, end % 8)
             if net.config.kind == "eagle3":
-                own = each_net.rows(net.layers[0], streams[0], end, 2)
+                block_rows = each_net.rows(net.layers[0], streams[0], end, 2)
                 feature = each_net.context(streams)
-                h, feature = each_net.feature_step(end % 8, feature, kv, own, 0)
-                h, _ = each_net.feature_step(end % 7, feature, kv, own, 1)
+                h, feature = each_net.feature_step(end % 8, feature, kv, block_rows, 0)
+                h, _ = each_net.feature_step(end % 7, feature, kv, block_rows, 1)
             else:
                 ids = torch.full((3, net.config.block), net.config.mask_id, device=rig.device)
                 h = each_net.backbone(ids, kv, end)
             written = [t.clone() for s in drafter.kv_specs for t in (kv.keys[s.kv_layer], kv.values[s.kv_layer])]
-            made.append((h, written))
-            for spec, k, v in zip(drafter.kv_specs, kept[::2], kept[1::2]):
+            rows.append((h, written))
+            for spec, k, v in zip(drafter.kv_specs, saved[::2], saved[1::2]):
                 kv.keys[spec.kv_layer].copy_(k)
                 kv.values[spec.kv_layer].copy_(v)
-        far, torchs = (error(h, made[2][0]) for h, _ in made[:2])
-        apart = max(error(a, b) for a, b in zip(made[0][1], made[1][1]))
+        far, torchs = (error(h, rows[2][0]) for h, _ in rows[:2])
+        apart = max(error(a, b) for a, b in zip(rows[0][1], rows[1][1]))
         note = f"hidden {far:.1e} from float32, torch's {torchs:.1e}; context K/V {apart:.1e}"
         verdict(f"{size}: block = torch", far <= 1.5 * torchs + 1e-6 and apart < 1e-2, note)
 
@@ -143,15 +143,15 @@ def bits(size: str, layers: int, dry: bool) -> None:
             known = speculative_run(rig, seqs, context, k, tokens, logits)
             run = rig.graph(seqs, k, context, context + steps + 64, advance=True)
             offset = torch.arange(k + 1, device=rig.device).expand(batch, k + 1)
-            made = [known, compared(run, context, tokens, logits, offset)]
+            results = [known, compared(run, context, tokens, logits, offset)]
             nodes = min(15, rig.drafter.max_nodes(k)) if rig.drafter else 0
             if nodes:
                 run = rig.graph(seqs, k, context, context + steps + 64, advance=True, nodes=nodes)
-                made.append(compared(run, context, tokens, logits, run.rows))
+                results.append(compared(run, context, tokens, logits, run.rows))
             rig.close(seqs)
-            ok = all(e.equal_tokens and (e.equal_logits or dry) for e in made) and known.accepted > 1.0
+            ok = all(e.equal_tokens and (e.equal_logits or dry) for e in results) and known.accepted > 1.0
             note = f"drafts taken per cycle: oracle, its own{', trees' if nodes else ''}: "
-            note += ", ".join(f"{e.accepted:.2f}" for e in made)
+            note += ", ".join(f"{e.accepted:.2f}" for e in results)
             verdict(f"{size}, {layers} layers, K = {k}, batch {batch}: plain = drafted, bits", ok, note)
 
 

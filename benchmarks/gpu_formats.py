@@ -169,10 +169,10 @@ def made(
     write_folder(
         folder / name.replace(" ", ""), dict(raw) | ({"quantization_config": settings} if settings else {}), state
     )
-    held = load(from_folder(folder / name.replace(" ", ""), name), config, device, scale.dtype, ops, quantize=mode)[1]
+    loaded = load(from_folder(folder / name.replace(" ", ""), name), config, device, scale.dtype, ops, quantize=mode)[1]
     if mode is not None:
-        meant |= {n: MODES[mode][0].quantise(meant[n]).dense() for n, w in held.items() if not isinstance(w, Tensor)}
-    return held, meant
+        meant |= {n: MODES[mode][0].quantise(meant[n]).dense() for n, w in loaded.items() if not isinstance(w, Tensor)}
+    return loaded, meant
 
 
 def soften(weights: dict[str, DeviceWeight] | dict[str, Tensor]) -> None:
@@ -231,17 +231,17 @@ def logits(rig: Rig, ids: Tensor, cut: int) -> tuple[Tensor, bool]:
 def drafted(rig: Rig, scale: Scale) -> dict[str, bool]:
     """By K and batch."""
     seqs = rig.open(max(scale.batches), CONTEXT, STEPS + 100)
-    found = {}
+    rates = {}
     alone = None
     for batch in scale.batches:
         tokens, scores = plain_run(rig, seqs[:batch], CONTEXT, scale.steps)
         alone = scores[:1] if alone is None else alone
-        found[f"plain x{batch}"] = torch.equal(alone, scores[:1])
+        rates[f"plain x{batch}"] = torch.equal(alone, scores[:1])
         for k in scale.ks:
             result = speculative_run(rig, seqs[:batch], CONTEXT, k, tokens, scores)
-            found[f"K={k} x{batch}"] = result.equal_tokens and result.equal_logits
+            rates[f"K={k} x{batch}"] = result.equal_tokens and result.equal_logits
     rig.close(seqs)
-    return found
+    return rates
 
 
 @torch.inference_mode()

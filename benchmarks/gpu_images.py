@@ -165,15 +165,15 @@ def main() -> None:
     parser.add_argument("--ks", type=int, nargs="*", default=[1, 4, 8, 16])
     parser.add_argument("--quantize", help="engines: int4, int8 or fp8 weights")
     parser.add_argument("--repeats", type=int, default=10)
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    for name in given.parity:
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    for name in options.parity:
         parity(name, device)
-    for name in given.tower:
-        tower(name, device, given.repeats)
-    for name in given.engine:
+    for name in options.tower:
+        tower(name, device, options.repeats)
+    for name in options.engine:
         model, _, layers = name.partition(":")
-        engine(model, int(layers) if layers else None, device, given.ks, given.quantize)
+        engine(model, int(layers) if layers else None, device, options.ks, options.quantize)
 
 
 if __name__ == "__main__":

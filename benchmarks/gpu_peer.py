@@ -80,24 +80,24 @@ def step_ms(
 
 
 def measure(raw: Foreign, drafter: Foreign, context: int, batches: tuple[int, ...]) -> Peer:
-    found: Peer = {"ar_ms": {}, "mtp_ms": None, "mtp_k": K, "context": context, "errors": []}
+    result: Peer = {"ar_ms": {}, "mtp_ms": None, "mtp_k": K, "context": context, "errors": []}
     model = assistant = None
     try:
         import transformers
 
-        found["version"] = transformers.__version__
+        result["version"] = transformers.__version__
         vocab = raw["text_config"]["vocab_size"]
         began = time.perf_counter()
         model = build(raw)
-        found["build_s"] = round(time.perf_counter() - began, 2)
+        result["build_s"] = round(time.perf_counter() - began, 2)
         for batch in batches:
-            found["ar_ms"][batch] = step_ms(model, context, batch, vocab)
+            result["ar_ms"][batch] = step_ms(model, context, batch, vocab)
         assistant = build(drafter)
         assistant.generation_config.num_assistant_tokens = K
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        found["mtp_ms"] = step_ms(model, context, 1, vocab, assistant)
+        result["mtp_ms"] = step_ms(model, context, 1, vocab, assistant)
     except Exception as error:  # a peer that does not run must not cost us our own figures
-        found["errors"].append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+        result["errors"].append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
     del model, assistant
     collect()
-    return found
+    return result

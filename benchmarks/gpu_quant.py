@@ -83,18 +83,19 @@ def products(formats: list[str], shapes: list[str]) -> None:
         extras = Epilogue(act="gelu_tanh") if shape == "gate_up" else Epilogue()
         for name in formats:
             weight = made(name, n, k)
-            held = repack(weight)
-            assert held is not None
+            packed = repack(weight)
+            assert packed is not None
             x = torch.randn((320, k), device="cuda", dtype=torch.bfloat16)
             want = (x.float() @ weight.dense().T)[:, : n // 2] if extras.gated else x.float() @ weight.dense().T
-            got = quant_linear(x, held, seen, Epilogue(), True)[:, : want.shape[1]]
+            got = quant_linear(x, packed, seen, Epilogue(), True)[:, : want.shape[1]]
             error = float((got.float() - want).norm() / want.norm())
-            together = quant_linear(x, held, seen, extras, True)
+            together = quant_linear(x, packed, seen, extras, True)
             alone = all(
-                torch.equal(ops.multiply(x[:r], held, extras), together[:r]) for r in (*range(1, 9), 16, 17, 33, 64, 65)
+                torch.equal(ops.multiply(x[:r], packed, extras), together[:r])
+                for r in (*range(1, 9), 16, 17, 33, 64, 65)
             )
-            many = [held] + [
-                dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))
+            many = [packed] + [
+                dataclasses.replace(packed, words=packed.words.clone()) for _ in range(max(3, int(5e8 / packed.nbytes)))
             ]
             times = {}
             triton = {}
@@ -104,7 +105,7 @@ def products(formats: list[str], shapes: list[str]) -> None:
                 if rows <= 8:
                     call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)
                     triton[rows] = round(graph_us(call, len(many), 6), 1)
-            floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
+            floor = round(packed.nbytes / BANDWIDTH * 1e6, 1)
             row = dict(
                 shape=shape,
                 format=name,
@@ -150,8 +151,8 @@ class RecipeOps(TritonOps):
         n, k = dense.shape
         self.downs += k > 2 * n  # a down projection
         kind = ("Q6_K" if k > 2 * n and self.downs % 2 else "Q4_K") if self.recipe == "Q4_K_M" else self.recipe
-        held = None if stays_dense(dense.shape) else repack(made(kind, n, k))
-        return dense if held is None else held
+        packed = None if stays_dense(dense.shape) else repack(made(kind, n, k))
+        return dense if packed is None else packed
 
 
 @torch.inference_mode()
@@ -233,7 +234,7 @@ def steps(
         long = min(run(16 + tokens) for _ in range(2))
         cycle = (long[0] - short[0]) / (long[1] - short[1])
         rate = (3.88 if k == 4 else 1.0) * batch / cycle
-        held = round(torch.cuda.memory_allocated() / 2**30, 2)
+        allocated_gib = round(torch.cuda.memory_allocated() / 2**30, 2)
         row = dict(
             size=size,
             quantize=quantize,
@@ -243,7 +244,7 @@ def steps(
             context=context,
             ms=round(cycle * 1e3, 3),
             tokens_s=round(rate),
-            gib=held,
+            gib=allocated_gib,
             peak=peak,
         )
         print(json.dumps(row), flush=True)

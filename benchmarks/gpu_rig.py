@@ -166,8 +166,8 @@ class Rig:
 
     def _cache(self, slots: int, context: int, tokens: int | None) -> KVStore:
         spec = CacheSpec(slots, context, 16, 1024, tokens or slots * context)
-        own = self.drafter.kv_specs if self.drafter is not None else ()
-        return KVStore(self.config, spec, self.ops.kv_dtype(self.model.dtype, self.kv), self.device, own)
+        drafter_specs = self.drafter.kv_specs if self.drafter is not None else ()
+        return KVStore(self.config, spec, self.ops.kv_dtype(self.model.dtype, self.kv), self.device, drafter_specs)
 
     def take_block(self, raw: Foreign, quantize: str | None, slots: int, context: int) -> None:
         """A block drafter with dummy weights in place of the one that was there, and a cache that holds its K/V."""
@@ -250,8 +250,8 @@ class Rig:
             g.manual_seed(7 + layer)  # the same whatever layers stand behind
             for tensor in both:
                 if tensor is not None:  # through the dtype of activations: torch draws no eight-bit numbers
-                    made = torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device)
-                    tensor.copy_(made.normal_(0.0, 1.0, generator=g))
+                    copy = torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device)
+                    tensor.copy_(copy.normal_(0.0, 1.0, generator=g))
         seqs = []
         chunk = self.store.spec.chunk
         for _ in range(batch):

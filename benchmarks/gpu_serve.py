@@ -39,8 +39,8 @@ def client() -> None:
     error."""
     import selectors
 
-    asked = json.load(sys.stdin)
-    waiting = sorted(enumerate(asked["streams"]), key=lambda pair: pair[1]["at"])
+    job = json.load(sys.stdin)
+    waiting = sorted(enumerate(job["streams"]), key=lambda pair: pair[1]["at"])
     seen: list[Any] = [[] for _ in waiting]
     word = re.compile(rb" w\d")
     chosen = selectors.DefaultSelector()
@@ -50,7 +50,7 @@ def client() -> None:
         while waiting and waiting[0][1]["at"] <= time.time():
             i, stream = waiting.pop(0)
             body = json.dumps(stream["body"]).encode()
-            sock = socket.create_connection(("127.0.0.1", asked["port"]))
+            sock = socket.create_connection(("127.0.0.1", job["port"]))
             lines = (
                 "POST /v1/completions HTTP/1.1",
                 "Host: 127.0.0.1",
@@ -103,10 +103,10 @@ class Load:
         """(seconds from the start, the request)."""
         rng = random.Random(seed)
         ids = lambda n: [rng.randrange(8, self.vocab) for _ in range(n)]  # noqa: E731
-        asked = dict(model="dummy", stream=True, temperature=0, ignore_eos=True, outrider={"draft_tokens": self.k})
-        out = [(0.0, {**asked, "prompt": ids(self.prompt), "max_tokens": self.tokens}) for _ in range(self.streams)]
+        common = dict(model="dummy", stream=True, temperature=0, ignore_eos=True, outrider={"draft_tokens": self.k})
+        out = [(0.0, {**common, "prompt": ids(self.prompt), "max_tokens": self.tokens}) for _ in range(self.streams)]
         return out + [
-            (0.3 + self.every * i, {**asked, "prompt": ids(self.long), "max_tokens": 4}) for i in range(self.arrivals)
+            (0.3 + self.every * i, {**common, "prompt": ids(self.long), "max_tokens": 4}) for i in range(self.arrivals)
         ]
 
 
@@ -161,9 +161,9 @@ def words(vocab: int) -> Any:
     from outrider.types import TextFiles
 
     def build() -> Any:
-        made = Tokenizer(models.WordLevel({f"▁w{i}": i for i in range(vocab)}, unk_token="▁w0"))
-        made.decoder = decoders.Metaspace(prepend_scheme="never")
-        return made
+        tokenizer = Tokenizer(models.WordLevel({f"▁w{i}": i for i in range(vocab)}, unk_token="▁w0"))
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+        return tokenizer
 
     return Ours(TextFiles("words", build))
 
@@ -179,12 +179,12 @@ def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
                 chunks.append((at - before) * 1e3)
                 tokens += [(at - before) * 1e3 / count] * count
     at = lambda values, q: sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0  # noqa: E731
-    found = {}
+    durations = {}
     for name, values in (("token", tokens), ("chunk", chunks)):
         for label, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-            found[f"{name}_{label}_ms"] = at(values, q)
-        found[f"{name}_p99_over_p50"] = found[f"{name}_p99_ms"] / max(1e-9, found[f"{name}_p50_ms"])
-    return found
+            durations[f"{name}_{label}_ms"] = at(values, q)
+        durations[f"{name}_p99_over_p50"] = durations[f"{name}_p99_ms"] / max(1e-9, durations[f"{name}_p50_ms"])
+    return durations
 
 
 def threads() -> dict[str, float]:
@@ -277,8 +277,8 @@ def main() -> None:
     began = time.perf_counter()
     free = torch.cuda.mem_get_info()[0]
     backend = ServedModel.of(llm, print)
-    taken = (free - torch.cuda.mem_get_info()[0]) >> 20
-    say(ready_s=time.perf_counter() - began, ready_mb=taken)
+    used_mib = (free - torch.cuda.mem_get_info()[0]) >> 20
+    say(ready_s=time.perf_counter() - began, ready_mb=used_mib)
     server = HttpServer(
         backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning")
     )

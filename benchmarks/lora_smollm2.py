@@ -64,9 +64,9 @@ def train(out: Path, prompts: int, steps: int) -> None:
     from peft import LoraConfig, get_peft_model
 
     llm = LLM.load("smollm2")
-    asked = [llm.chat_prompt([{"role": "user", "content": q}]) for q in questions_of(False, prompts)]
+    prompts_ids = [llm.chat_prompt([{"role": "user", "content": q}]) for q in questions_of(False, prompts)]
     pairs = []
-    for ids, answer in zip(asked, llm.generate(asked, SamplingParams(max_tokens=80)), strict=True):
+    for ids, answer in zip(prompts_ids, llm.generate(prompts_ids, SamplingParams(max_tokens=80)), strict=True):
         pairs.append((ids, [*llm.tokenizer.encode(formatted(answer.text)), *llm.tokenizer.eos_ids[:1]]))
     del llm
     print(f"{len(pairs)} answers of {sum(len(a) for _, a in pairs) / len(pairs):.0f} tokens", flush=True)
@@ -99,11 +99,11 @@ def train(out: Path, prompts: int, steps: int) -> None:
 def measure(out: Path, questions: int, drafter: str) -> None:
     llm = LLM.load("smollm2", adapters={"json": str(out)}, drafter=drafter)
     print(llm.drafter_note)
-    asked = [llm.chat_prompt([{"role": "user", "content": q}]) for q in questions_of(True, questions)]
+    prompts_ids = [llm.chat_prompt([{"role": "user", "content": q}]) for q in questions_of(True, questions)]
     for temperature in (0.0, 1.0):
         for adapter in (None, "json"):
             params = SamplingParams(max_tokens=128, temperature=temperature, seed=1)
-            done = llm.generate(asked, params, draft_tokens=4, tree=0, adapter=adapter)
+            done = llm.generate(prompts_ids, params, draft_tokens=4, tree=0, adapter=adapter)
             cycles, accepted = (sum(getattr(c.stats, name) for c in done) for name in ("cycles", "accepted"))
             lists = sum(c.text.lstrip().startswith('["') for c in done)
             per = (accepted + cycles) / cycles

@@ -84,20 +84,20 @@ class Passages:
         self.articles = sorted(a for a in articles if len(a) > 700)
 
     def several(self, rng: np.random.Generator, among: list[str], size: int, most: int) -> list[str]:
-        found: list[str] = []
-        while sum(map(len, found)) < size and len(found) < most:
-            found.append(pick(rng, among))
-        return found
+        chosen: list[str] = []
+        while sum(map(len, chosen)) < size and len(chosen) < most:
+            chosen.append(pick(rng, among))
+        return chosen
 
     def long(self, n: int, rng: np.random.Generator) -> str:
         size = int(rng.integers(1500, 4200))
         if n % 2:
-            found = self.several(rng, self.alone, size, 8)
+            passages = self.several(rng, self.alone, size, 8)
             about = pick(rng, sorted(self.own)) if n % 4 == 1 else ""
             question = self.own.get(about) or pick(rng, self.asked)
             if about:
-                found[int(rng.integers(len(found)))] = about
-            return pick(rng, list(ASK)).format(passages="\n\n".join(found), question=question)
+                passages[int(rng.integers(len(passages)))] = about
+            return pick(rng, list(ASK)).format(passages="\n\n".join(passages), question=question)
         if n % 4 == 0:
             text = " ".join(self.several(rng, self.news, size, 30))
         else:
@@ -116,19 +116,19 @@ def more_prompts(
 ) -> dict[str, int]:
     with gzip.open(source, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    held = set(HELD_OUT.read_text(encoding="utf-8").split())
-    passages = Passages([row for row in rows if row["id"] not in held])
+    held_out = set(HELD_OUT.read_text(encoding="utf-8").split())
+    passages = Passages([row for row in rows if row["id"] not in held_out])
     rng = np.random.default_rng(seed)
-    made = [("long", passages.long(n, rng)) for n in range(long)] + [
+    prompts = [("long", passages.long(n, rng)) for n in range(long)] + [
         ("topic", passages.topic(rng)) for _ in range(topics)
     ]
     with gzip.open(to, "wt", encoding="utf-8") as out, gzip.open(judge, "wt", encoding="utf-8") as apart:
         rows += [
             {"id": f"{kind}{n}", "category": kind, "source": "made", "prompt": text}
-            for n, (kind, text) in enumerate(made)
+            for n, (kind, text) in enumerate(prompts)
         ]
         for row in rows:
-            (apart if row["id"] in held else out).write(json.dumps(row) + "\n")
+            (apart if row["id"] in held_out else out).write(json.dumps(row) + "\n")
     parts = {
         "alone": passages.alone,
         "own": passages.own,

@@ -79,8 +79,8 @@ class Scripted:
         tok = tokenizer(texts=list(ANSWERS.values()))
 
         def say(request: Request) -> str:
-            asked = tok.decode(request.prompt)
-            return next((answer for question, answer in ANSWERS.items() if question in asked), ANSWERS[TREE])
+            prompt = tok.decode(request.prompt)
+            return next((answer for question, answer in ANSWERS.items() if question in prompt), ANSWERS[TREE])
 
         self.engine = FakeEngine(tok, say, delay=0.02)
         self.served = Served(self.engine, tok, vocab=4096, model_name="scripted")

@@ -35,12 +35,12 @@ def work(model: str, batch: int, tokens: int, batches: int, temperature: float) 
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature)
     print("ready", flush=True)
     for line in sys.stdin:
-        made = spent = 0.0
+        num_tokens = spent = 0.0
         for at in range(0, len(prompts), batch):
             done = llm.generate(prompts[at : at + batch], params, draft_tokens=WAYS[line.strip()])
-            made += sum(c.stats.new_tokens - c.stats.first_emitted for c in done)
+            num_tokens += sum(c.stats.new_tokens - c.stats.first_emitted for c in done)
             spent += max(c.stats.decode_s for c in done)
-        print(made / spent, flush=True)
+        print(num_tokens / spent, flush=True)
 
 
 def main() -> None:

@@ -43,18 +43,18 @@ def outrider(cores: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def random_model(out: Path) -> Path:
-    made = out / "random.gguf"
-    if not made.exists():
-        write_gguf(made, ModelConfig.from_hf(SHAPE), "q8_0")
-    return made
+    target = out / "random.gguf"
+    if not target.exists():
+        write_gguf(target, ModelConfig.from_hf(SHAPE), "q8_0")
+    return target
 
 
 def one_run(name: str, model: Path | str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
     folder = args.out / f"{name}-{minutes:g}"
     began = time.perf_counter()
     load = os.getloadavg()[0]
-    asked = ("--target", model, "--data", args.out / "train.jsonl", "--minutes", minutes, "--out", folder)
-    code = outrider(args.cores, "train", *asked, "--device", "cpu").returncode
+    arguments = ("--target", model, "--data", args.out / "train.jsonl", "--minutes", minutes, "--out", folder)
+    code = outrider(args.cores, "train", *arguments, "--device", "cpu").returncode
     row: dict[str, Any] = {"model": name, "minutes": minutes, "code": code, "load": [load, os.getloadavg()[0]]}
     row["seconds"] = round(time.perf_counter() - began, 1)
     forecast = folder / "forecast.json"

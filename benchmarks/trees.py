@@ -36,11 +36,11 @@ Sums = dict[str, float]
 
 
 def prompts(per: int) -> list[tuple[str, str]]:
-    found = defaultdict(list)
+    by_category = defaultdict(list)
     for line in (Path(__file__).parent / "data" / "spec_bench_question.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        found[row["category"]].append(str(row["turns"][0]))
-    spread = {name: texts[:: max(1, len(texts) // per)][:per] for name, texts in found.items()}
+        by_category[row["category"]].append(str(row["turns"][0]))
+    spread = {name: texts[:: max(1, len(texts) // per)][:per] for name, texts in by_category.items()}
     return [(name, texts[i]) for i in range(per) for name, texts in spread.items() if i < len(texts)]
 
 
@@ -74,9 +74,9 @@ def tokens(args: argparse.Namespace) -> None:
         tables = {way: CostTable.from_json(start.cost.to_json()) for way in WAYS}
         controllers = {way: Controller(cost, start.drafters, start.acceptance.profiles) for way, cost in tables.items()}
         began = time.perf_counter()
-        asked = [(c, llm.chat_prompt([{"role": "user", "content": text}])) for c, text in prompts(args.per)]
-        asked = [(c, ids) for c, ids in asked if len(ids) + args.tokens <= llm.engine.max_context]
-        for turn, (category, ids) in enumerate([asked[0], *asked]):  # the first one twice: on a GPU it captures
+        encoded = [(c, llm.chat_prompt([{"role": "user", "content": text}])) for c, text in prompts(args.per)]
+        encoded = [(c, ids) for c, ids in encoded if len(ids) + args.tokens <= llm.engine.max_context]
+        for turn, (category, ids) in enumerate([encoded[0], *encoded]):  # the first one twice: on a GPU it captures
             if turn == 1:
                 sums.clear()
             if args.seconds and turn > 1 and time.perf_counter() - began > args.seconds:

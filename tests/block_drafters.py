@@ -101,15 +101,19 @@ def tensors(raw: dict[str, Any], seed: int = 0, spread: float = 0.25) -> dict[st
     """Random tensors that such a checkpoint holds, by their names on disk."""
     config = BlockConfig.from_hf(raw)
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    tensors_by_name = {}
     for plan in tensor_plan(config).values():
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
             if plan.role == "index":  # offsets: draft id d is the target's id d + 20 from the 10th on
-                made[name] = torch.where(torch.arange(shape[0]) < 10, 0, 20)
+                tensors_by_name[name] = torch.where(torch.arange(shape[0]) < 10, 0, 20)
                 continue
             values = torch.randn(shape, generator=generator)
-            made[name] = 1.0 + 0.1 * values if plan.role == "norm" or name.endswith("layer_scalar") else spread * values
-    return {name.removesuffix(".weight") if "codebook" in name else name: value for name, value in made.items()}
+            tensors_by_name[name] = (
+                1.0 + 0.1 * values if plan.role == "norm" or name.endswith("layer_scalar") else spread * values
+            )
+    return {
+        name.removesuffix(".weight") if "codebook" in name else name: value for name, value in tensors_by_name.items()
+    }
 
 
 def write(folder: Path, raw: dict[str, Any], state: dict[str, Tensor]) -> Path:
@@ -159,23 +163,23 @@ def audit_pages(engine: Engine, block: BlockNet) -> int:
         block.write_context(out.streams, kv, torch.tensor(seq.tokens[1:]))
         for spec in block.kv_specs:
             first = 0 if spec.window is None else max(0, known - spec.window + 1)  # pages before it are given back
-            mine = kept(engine.store, seq.active_cache.slot, spec, known)
+            cached = kept(engine.store, seq.active_cache.slot, spec, known)
             fresh = kept(store, cache.slot, spec, known)
-            for a, b in zip(mine, fresh, strict=True):
+            for a, b in zip(cached, fresh, strict=True):
                 assert torch.equal(a[:, first:], b[:, first:]), (seq.id, known)
     return len(seqs)
 
 
 def kept(store: KVStore, slot: int, spec: AttnSpec, count: int) -> list[Tensor]:
     """K and V [heads, positions, D] of a layer, from tiles as the C library lays them out."""
-    made = []
+    positions = []
     for pages, transposed in ((store.keys[spec.kv_layer], True), (store.values[spec.kv_layer], False)):
         assert pages is not None and pages.dtype == torch.float32
         rows = pages[store.tables[spec.group][slot, : -(-count // 16)].long()]  # [P, heads, 16, D]
         if transposed:
             rows = rows.view(*rows.shape[:2], spec.head_dim, 16).transpose(2, 3)
-        made.append(rows.transpose(0, 1).flatten(1, 2)[:, :count])
-    return made
+        positions.append(rows.transpose(0, 1).flatten(1, 2)[:, :count])
+    return positions
 
 
 def speculators(name: str) -> Any:

@@ -202,7 +202,7 @@ def codex(api: Api) -> None:
     last = api.lines("/v1/responses", {**CODEX, "stream": True})[-1]["response"]
     assert last["output"][0]["content"][0]["text"] == whole["output"][0]["content"][0]["text"]
     for answer in (whole, last):
-        asked = (
+        arguments = (
             "instructions",
             "text",
             "reasoning",
@@ -211,7 +211,7 @@ def codex(api: Api) -> None:
             "max_output_tokens",
             "prompt_cache_key",
         )
-        assert {k: answer[k] for k in asked} == {k: CODEX[k] for k in asked}
+        assert {k: answer[k] for k in arguments} == {k: CODEX[k] for k in arguments}
 
 
 @case

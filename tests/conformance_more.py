@@ -64,9 +64,9 @@ def responses_logprobs(api: Api) -> None:
     assert len(part["logprobs"]) == 6 and all(len(e["top_logprobs"]) == 2 for e in part["logprobs"])
     assert api.post("/v1/responses", ask)["output"][0]["content"][0]["logprobs"] == []
     events = api.lines("/v1/responses", {**ask, "top_logprobs": 2, "stream": True})
-    told = [e for event in events if event["type"] == "response.output_text.delta" for e in event["logprobs"]]
+    entries = [e for event in events if event["type"] == "response.output_text.delta" for e in event["logprobs"]]
     done = next(event for event in events if event["type"] == "response.output_text.done")
-    assert told == done["logprobs"] == part["logprobs"][: len(told)] and told
+    assert entries == done["logprobs"] == part["logprobs"][: len(entries)] and entries
 
 
 @case

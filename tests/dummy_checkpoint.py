@@ -155,10 +155,10 @@ def gguf_name(name: str, arch: str) -> str:
     if not name.startswith("model.layers."):
         stem, _, tail = name.rpartition(".")
         return f"{TO_GGUF[stem]}.{tail}"
-    _, _, index, rest = name.split(".", 3)
-    if rest in WHOLE_TO_GGUF:
-        return f"blk.{index}.{WHOLE_TO_GGUF[rest]}"
-    stem, _, tail = rest.rpartition(".")
+    _, _, index, suffix = name.split(".", 3)
+    if suffix in WHOLE_TO_GGUF:
+        return f"blk.{index}.{WHOLE_TO_GGUF[suffix]}"
+    stem, _, tail = suffix.rpartition(".")
     norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
     return f"blk.{index}.{'ffn_norm' if stem == norm else TO_GGUF[stem]}.{tail}"
 
@@ -291,15 +291,15 @@ def write_gguf(
 ) -> None:
     kind = config.model_type.removesuffix("_text").replace("unified_assistant", "assistant")
     arch = ARCH_OF[kind]
-    held = tensors(config, fmt)
+    arrays = tensors(config, fmt)
     contents = Contents(seed)
     if arch.startswith("gemma4"):  # llama.cpp wants the angles of full attention spelt out; our reader knows them
         full = next(layer for layer in config.layers if layer.attn.window is None)
-        held.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
+        arrays.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
     keys = metadata(config, arch, tokenizer)
     with path.open("wb") as file:
-        file.write(gguf_header(keys, held, arch))
-        for t in held:
+        file.write(gguf_header(keys, arrays, arch))
+        for t in arrays:
             data = contents.of(t)
             if tokenizer is not None and t.name in ("lm_head.weight", "model.embed_tokens.weight"):
                 data = ending(data, t, keys["tokenizer.ggml.eos_token_id"])

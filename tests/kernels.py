@@ -21,8 +21,8 @@ def put_kernels(cache: Path) -> Path:
 
 def fields(struct: type[ctypes.Structure]) -> str:
     """Its fields in order, and their types unless they are int."""
-    told = [(name, kind.__name__.removeprefix("c_")) for name, kind, *_ in struct._fields_]
-    return " ".join(name if kind == "int" else f"{name}:{kind}" for name, kind in told)
+    names = [(name, kind.__name__.removeprefix("c_")) for name, kind, *_ in struct._fields_]
+    return " ".join(name if kind == "int" else f"{name}:{kind}" for name, kind in names)
 
 
 def no_kernel(*_: object, **__: object) -> None:

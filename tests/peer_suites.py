@@ -121,8 +121,8 @@ def logprobs(api: Api, stream: bool) -> None:
         entries = api.chat(**body)["choices"][0]["logprobs"]["content"]
     assert len(entries) == 5
     assert all(e["logprob"] <= 0 and e["bytes"] is not None and len(e["top_logprobs"]) == 10 for e in entries)
-    told = b"".join(bytes(e["bytes"]) for e in entries).decode("utf-8", "replace")
-    assert told == content(api.chat(**{**body, "logprobs": None, "top_logprobs": None}))
+    text = b"".join(bytes(e["bytes"]) for e in entries).decode("utf-8", "replace")
+    assert text == content(api.chat(**{**body, "logprobs": None, "top_logprobs": None}))
 
 
 def unbiased(api: Api, tokenize: bool, as_object: bool) -> None:
@@ -130,8 +130,8 @@ def unbiased(api: Api, tokenize: bool, as_object: bool) -> None:
     banned = "aeiou"
     ids = api.post("/tokenize", {"content": banned})["tokens"]
     pairs: Any = [[t, -100] for t in (ids if tokenize else banned)]
-    given = {str(t): v for t, v in pairs} if as_object else pairs
-    answer = api.text(max_tokens=32, logit_bias=given, return_token_ids=True)["choices"][0]
+    biases = {str(t): v for t, v in pairs} if as_object else pairs
+    answer = api.text(max_tokens=32, logit_bias=biases, return_token_ids=True)["choices"][0]
     assert not set(answer["token_ids"]) & set(ids)
 
 
@@ -323,9 +323,9 @@ add(
 
 def with_key(api: Api, key: str | None, header: str = "Authorization") -> int:
     assert api.keyed is not None
-    given = {} if key is None else {header: key if header != "Authorization" else f"Bearer {key}"}
+    headers = {} if key is None else {header: key if header != "Authorization" else f"Bearer {key}"}
     return httpx.post(
-        f"{api.keyed}/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=given, timeout=120
+        f"{api.keyed}/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers, timeout=120
     ).status_code
 
 
@@ -334,12 +334,12 @@ def open_path(api: Api, path: str) -> int:
 
 
 def cors(api: Api, origin: str) -> Any:
-    asked = {
+    headers = {
         "Origin": origin,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "Authorization",
     }
-    return api.http.options("/v1/completions", headers=asked).headers
+    return api.http.options("/v1/completions", headers=headers).headers
 
 
 add(L, "test_security", {

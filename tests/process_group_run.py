@@ -49,7 +49,7 @@ def logits(model: Any) -> Tensor:
 
 def compare(case: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     config, weights, _ = load_target(case["model"], tp=group.tp)
-    mine = logits(TextModel(config, weights, ReferenceOps(), group))
+    parallel = logits(TextModel(config, weights, ReferenceOps(), group))
     whole_config = ModelConfig.from_hf(hub.resolve(case["model"]).config)
     _, cuts = split_target(whole_config, TPRank(0, group.tp.world), lambda name: 1)
     size = lambda held: sum(held[name].nbytes for name in cuts if name in held)
@@ -58,7 +58,11 @@ def compare(case: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
         return {}
     _, whole, _ = load_target(case["model"])
     want = logits(TextModel(whole_config, whole, ReferenceOps()))
-    return {"off": float((mine - want).abs().max()), "largest": float(want.abs().max()), "share": most / size(whole)}
+    return {
+        "off": float((parallel - want).abs().max()),
+        "largest": float(want.abs().max()),
+        "share": most / size(whole),
+    }
 
 
 def engine(case: dict[str, Any], group: ProcessGroup, graphs: bool) -> Engine:
@@ -100,9 +104,9 @@ def answers(made: Engine, drafter: bool, tag: str) -> list[list[int]]:
 def main() -> None:
     torch.set_num_threads(1)
     group = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv])
-    found = {}
+    results = {}
     for case in json.loads(Path(sys.argv[2]).read_text()):
-        one = found[case["name"]] = compare(case, group)
+        one = results[case["name"]] = compare(case, group)
         if case.get("plain"):
             continue
         tested = engine(case, group, graphs=False)
@@ -128,7 +132,7 @@ def main() -> None:
         tested.check()
         group.send(None)
     if group.tp.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     group.close(told=True)
     os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
 

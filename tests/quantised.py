@@ -165,8 +165,8 @@ def mixed() -> dict[str, Any]:
 def dynamic() -> dict[str, Any]:
     """FP8-dynamic: the inputs of products are meant to be rounded too."""
     settings = groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="channel", symmetric=True)
-    asked = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-    settings["config_groups"]["group_0"]["input_activations"] = asked
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    settings["config_groups"]["group_0"]["input_activations"] = activations
     return settings
 
 

@@ -30,14 +30,14 @@ def registers_after(text: str, change: str) -> tuple[int, int]:
     """How many registers the instructions after `USETMAXREG.change` use, and how many it leaves them. One too many is
     an illegal instruction."""
     labels: dict[str, int] = {}
-    found: list[tuple[str | None, str, str]] = []  # condition, operation, operands
+    instructions: list[tuple[str | None, str, str]] = []  # condition, operation, operands
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(found)
-        elif made := INSTRUCTION.search(line):
-            found.append((made[2], made[3], made[4]))
-    start = next(i for i, (_, name, _) in enumerate(found) if name.startswith(f"USETMAXREG.{change}"))
-    left = int(re.findall(r"0x[0-9a-f]+", found[start][2])[-1], 16)
+            labels[label[1]] = len(instructions)
+        elif instruction := INSTRUCTION.search(line):
+            instructions.append((instruction[2], instruction[3], instruction[4]))
+    start = next(i for i, (_, name, _) in enumerate(instructions) if name.startswith(f"USETMAXREG.{change}"))
+    left = int(re.findall(r"0x[0-9a-f]+", instructions[start][2])[-1], 16)
     seen = set[int]()
     ahead = [start + 1]
     most = 0
@@ -46,7 +46,7 @@ def registers_after(text: str, change: str) -> tuple[int, int]:
         if at in seen:
             continue
         seen.add(at)
-        condition, name, operands = found[at]
+        condition, name, operands = instructions[at]
         most = max(most, *(int(r) for r in re.findall(r"\bR(\d+)\b", operands)), 0)
         if (to := re.search(r"\.L_x_\d+", operands)) and name.startswith("BRA"):
             ahead.append(labels[to[0]])

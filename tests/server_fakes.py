@@ -198,14 +198,14 @@ class FakeEngine:
         p = run.request.params
         k = self.draft if run.request.draft_tokens is None else run.request.draft_tokens
         tokens, accepted = self._tokens(run, k)
-        taken = run.answer.take(tokens, p.max_tokens - len(run.out))
-        n = len(taken.texts)
+        cut = run.answer.take(tokens, p.max_tokens - len(run.out))
+        n = len(cut.texts)
         last = "plain" if k == 0 else "bonus" if accepted == k else "corrected"
         kinds = (["accepted"] * accepted + [last])[:n]
         run.out += tokens[:n]
         self._count(run, k, accepted, n)
         tables = [{t: -0.5, 7: -1.5, 8: -2.5} for t in tokens[:n]] if p.logprobs is not None else None
-        stats = run.stats if taken.finish else None
+        stats = run.stats if cut.finish else None
         tree = None
         if self.branching and k:
             run.stats.trees = run.stats.trees + 1
@@ -218,8 +218,8 @@ class FakeEngine:
             "owl"
         )  # what a wrong draft says: words of the answer, from elsewhere
         wrong = [other[(7 * len(run.out) + j) % len(other)] for j in range(k - accepted)]
-        told = (taken.finish, stats, taken.error, tree, taken.stopped_by, [*tokens[:accepted], *wrong])
-        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, *told)
+        outcome = (cut.finish, stats, cut.error, tree, cut.stopped_by, [*tokens[:accepted], *wrong])
+        return Event(run.request.id, tokens[:n], kinds, cut.texts, tables, *outcome)
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
         """(tokens of this cycle, how many of them were drafted)"""

@@ -219,16 +219,16 @@ def static_oracle(trace: Trace, cost: CostTable) -> float:
 def clairvoyant(trace: Trace, cost: CostTable) -> float:
     """The least time possible: drafts have exactly the length that will be accepted."""
     n = len(trace.runs)
-    rest = [0.0] * (n + 1)  # seconds from a position to the end
+    remaining = [0.0] * (n + 1)  # seconds from a position to the end
     for p in range(n - 1, -1, -1):
         at = view(trace, p)
-        best = cost.verify(1, 0, at.context) + rest[p + 1]
+        best = cost.verify(1, 0, at.context) + remaining[p + 1]
         for name in at.drafter_available:
             curve = cost.curve(name, 1, at.context)
             for k in range(1, min(max(0, trace.run(name, p)), at.remaining - 1) + 1):
-                best = min(best, curve[k] + rest[p + k + 1])
-        rest[p] = best
-    return rest[0]
+                best = min(best, curve[k] + remaining[p + k + 1])
+        remaining[p] = best
+    return remaining[0]
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ def read_traces(path: Path) -> Iterator[Trace]:
         try:
             raw = json.loads(line)
             id, category, drafter = (str(raw[name]) for name in ("id", "category", "drafter"))
-            told = (raw["runs"], raw.get("ngram", ()), raw.get("match", ()))
-            runs, ngram, match = (tuple(map(int, each)) for each in told)
+            parts = (raw["runs"], raw.get("ngram", ()), raw.get("match", ()))
+            runs, ngram, match = (tuple(map(int, each)) for each in parts)
             sure = tuple(tuple(map(float, row)) for row in raw.get("confidence", ()))
             yield Trace(id, category, drafter, runs, ngram, match, sure, int(raw.get("prompt_tokens", 64)))
         except (KeyError, TypeError, ValueError, RecursionError) as error:

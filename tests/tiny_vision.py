@@ -114,8 +114,8 @@ def model_input(config: VisionConfig, made: np.ndarray) -> tuple[Tensor, Tensor]
 
 def soft_tokens(model: PreTrainedModel, config: VisionConfig, made: np.ndarray) -> Tensor:
     with torch.no_grad():
-        given = model_input(config, made)[: 1 if config.kind == "siglip" else 2]
-        out = model.get_image_features(*given, return_dict=True).pooler_output
+        inputs = model_input(config, made)[: 1 if config.kind == "siglip" else 2]
+        out = model.get_image_features(*inputs, return_dict=True).pooler_output
     return (out[0] if isinstance(out, (list, tuple)) else out).reshape(-1, config.text_hidden)
 
 

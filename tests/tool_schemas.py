@@ -35,14 +35,14 @@ def relaxed(tool: dict[str, Any]) -> Any:
             return [walk(child) for child in node]
         if not isinstance(node, dict):
             return node
-        kept: Any = {key: child for key, child in node.items() if names or key not in dropped}
-        if not names and isinstance(kept.get("items"), list):
-            kept["prefixItems"] = kept.pop("items")
-            kept["items"] = kept.pop("additionalItems", True)
-        if not names and kept.get("exclusiveMinimum") is True:
-            kept["exclusiveMinimum"] = kept.pop("minimum")
+        fields: Any = {key: child for key, child in node.items() if names or key not in dropped}
+        if not names and isinstance(fields.get("items"), list):
+            fields["prefixItems"] = fields.pop("items")
+            fields["items"] = fields.pop("additionalItems", True)
+        if not names and fields.get("exclusiveMinimum") is True:
+            fields["exclusiveMinimum"] = fields.pop("minimum")
         tables = ("properties", "$defs", "definitions", "patternProperties")
-        return {key: walk(child, not names and key in tables) for key, child in kept.items()}
+        return {key: walk(child, not names and key in tables) for key, child in fields.items()}
 
     schema = walk(tool["parameters"])
     schema.pop("$schema", None)

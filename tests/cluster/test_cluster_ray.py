@@ -108,9 +108,9 @@ def test_a_model_that_does_not_load_is_tried_once_and_a_divided_one_stays_on_one
 
 @pytest.mark.timeout(400)
 def test_what_cannot_be_deployed_is_one_line() -> None:
-    for words, told in (
+    for words, message in (
         (("--replicas", "2", "--set", "cpus_per_replica=500"), "CPUs and Ray has"),
         (("--set", "draft_tokens=3", "--set", "drafter=./no-such-drafter"), "no-such-drafter"),
     ):
         done = python("-m", "outrider.cli.main", "deploy", "smollm2", "--address", "local", *words, seconds=180)
-        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr

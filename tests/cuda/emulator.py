@@ -90,7 +90,7 @@ def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path
         raise EmulatorError(f"{cache} is somebody else's")
     library = cache / (hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".so")
     if not library.exists():
-        made = library.with_suffix(f".{os.getpid()}")
+        temporary = library.with_suffix(f".{os.getpid()}")
         command = [
             "g++",
             *OPTIONS,
@@ -103,12 +103,12 @@ def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path
             "-lm",
             "-lc",
             "-o",
-            str(made),
+            str(temporary),
         ]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
         if done.returncode:
             raise EmulatorError(done.stderr.strip())
-        made.rename(library)
+        temporary.rename(library)
     return library
 
 
@@ -162,15 +162,15 @@ class Memory(TorchFunctionMode):
             raw = torch.frombuffer(
                 mapping, dtype=torch.uint8, count=max(count * size, 1), offset=begin if count else PAGE
             )
-            held = raw[: count * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            copy = raw[: count * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
             if not empty:
-                held.copy_(tensor)
+                copy.copy_(tensor)
         libc = ctypes.CDLL(None, use_errno=True)
         whole = address_of(mapping)
         for page in (whole, whole + len(mapping) - PAGE):
             if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
                 raise OSError(ctypes.get_errno(), "mprotect")
-        return held
+        return copy
 
     def kernel(
         self, source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER, seed: int = 0
@@ -178,10 +178,10 @@ class Memory(TorchFunctionMode):
         return Emulated(self, source, name, flags, folder, seed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func not in MAKERS or made.device.type != "cpu":
-            return made
-        return self.hold(made, empty=func in (torch.empty, torch.empty_like, Tensor.new_empty))
+        result = func(*args, **(kwargs or {}))
+        if func not in MAKERS or result.device.type != "cpu":
+            return result
+        return self.hold(result, empty=func in (torch.empty, torch.empty_like, Tensor.new_empty))
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -207,8 +207,8 @@ class Emulated:
         pdl: bool = False,
         together: bool = False,
     ) -> None:
-        held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
-        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
+        arguments = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(v) for v in arguments))
         known = [(address_of(mapping) + begin, *sizes) for mapping, begin, *sizes in self.memory.buffers]
         buffers = (Buffer * max(len(known), 1))(*(Buffer(*b) for b in known))
         message = ctypes.create_string_buffer(500)

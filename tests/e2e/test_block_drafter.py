@@ -75,13 +75,14 @@ def test_two_drafters(model: Path, assistant: Path, tmp_path: Path, ops: str) ->
     assert not both.engine.controller.cost.free("mtp") and not both.engine.controller.cost.free("dflash")
     for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9, seed=3)):
         want = [c.token_ids for c in plain.generate(["Hello there", "a b a b a b"], params)]
-        for asked in (
+        for options in (
             {},
             {"draft_tokens": 4},
             {"draft_tokens": 3, "drafter": "dflash"},
             {"draft_tokens": 3, "tree": 8},
         ):
-            assert [c.token_ids for c in both.generate(["Hello there", "a b a b a b"], params, **asked)] == want, asked  # type: ignore[arg-type]
+            completions = both.generate(["Hello there", "a b a b a b"], params, **options)  # type: ignore[arg-type]
+            assert [c.token_ids for c in completions] == want, options
     drafted = both.engine.metrics.drafted_by_drafter
     assert drafted["mtp"] > 0 and drafted["dflash"] > 0 and both.engine.metrics.drafter_failures == 0
 
@@ -90,7 +91,7 @@ def test_bad_drafters_are_one_line(model: Path, assistant: Path, tmp_path: Path)
     wrong = write(tmp_path / "wrong", LAYOUTS["z-lab"], tensors(LAYOUTS["z-lab"]))
     right = [folder(tmp_path / name, "z-lab") for name in "ab"]
     medusa = write(tmp_path / "medusa", {"model_type": "medusa", "medusa_num_heads": 2}, {})
-    for drafters, told in (
+    for drafters, message in (
         ((assistant, wrong), "vocabulary has 64 tokens, the target's 288"),
         ((assistant, tmp_path / "none"), "none"),
         (right, "two drafters are an MTP and a block drafter .*, got dflash and dflash"),
@@ -100,7 +101,7 @@ def test_bad_drafters_are_one_line(model: Path, assistant: Path, tmp_path: Path)
         ((assistant, assistant), "these are the same"),
         ((medusa,), "has Medusa heads; a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"),
     ):
-        with pytest.raises(OutriderError, match=told) as caught:
+        with pytest.raises(OutriderError, match=message) as caught:
             LLM.load(str(model), drafter=[str(one) for one in drafters], ops="reference", max_context=256)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
 
@@ -131,7 +132,7 @@ def test_kv_on_disk_belongs_to_the_drafter(model: Path, assistant: Path, tmp_pat
     block = folder(tmp_path / "block", "z-lab")
     text = "a b c " * 20
     disk = str(tmp_path / "disk")
-    found = []
+    hits = []
     for seed, drafter in ((0, block), (0, block), (1, block), (1, [assistant, block]), (1, [assistant, block])):
         raw = json.loads((block / "config.json").read_text())
         write(block, raw, tensors(raw, seed))
@@ -139,8 +140,8 @@ def test_kv_on_disk_belongs_to_the_drafter(model: Path, assistant: Path, tmp_pat
         llm.generate(text, SamplingParams(max_tokens=2))
         assert llm.engine.store.disk is not None
         llm.engine.store.disk.flush()
-        found.append(llm.engine.metrics.prefix_pages_read > 0)
-    assert found == [False, True, False, True, True]
+        hits.append(llm.engine.metrics.prefix_pages_read > 0)
+    assert hits == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("layout", ["dspark", "speculators-dflash", "dflash2"])
@@ -163,11 +164,11 @@ def test_stop_strings_and_grammars(model: Path, tmp_path: Path, layout: str, ops
     for temperature in (0.0, 1.0):
         whole = plain.generate("Hello there", SamplingParams(max_tokens=32, temperature=temperature, seed=5))[0].text
         stops = tuple(dict.fromkeys((whole[12:14], whole[5:6], whole[-3:])))
-        asked = [SamplingParams(max_tokens=32, temperature=temperature, seed=5, stop=(s,)) for s in stops if s]
-        asked.append(
+        cases = [SamplingParams(max_tokens=32, temperature=temperature, seed=5, stop=(s,)) for s in stops if s]
+        cases.append(
             SamplingParams(max_tokens=24, temperature=temperature, seed=5, grammar=AllowedTokens(range(30, 90), 288))
         )
-        for params in asked:
+        for params in cases:
             want = plain.generate("Hello there", params)[0]
             for tree in (None, 8):
                 got = drafted.generate("Hello there", params, tree=tree)[0]

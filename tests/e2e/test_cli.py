@@ -133,15 +133,15 @@ def test_chat(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chat_commands(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation is saved, continued and asked again; each mistake is one line and ends nothing."""
-    kept = tmp_path / "talk.json"
+    saved = tmp_path / "talk.json"
     lines = [
         "/retry",
         "/system Be brief.",
         "Hello",
         "/retry",
-        f"/save {kept}",
+        f"/save {saved}",
         "/clear",
-        f"/load {kept}",
+        f"/load {saved}",
         "And again",
         "/drafter none",
     ]
@@ -151,15 +151,15 @@ def test_chat_commands(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("builtins.input", lambda *_, rest=iter(lines): next(rest))
     code, _, err = cli("chat", model, "--max-tokens", 8, "--drafter", "ngram", "--draft-tokens", 2)
     assert code == 0 and "turn 4" in err and "turn 5" not in err and err.count("3 messages") == 2
-    assert [m["role"] for m in json.loads(kept.read_text())["messages"]] == ["system", "user", "assistant"]
-    for told in (
+    assert [m["role"] for m in json.loads(saved.read_text())["messages"]] == ["system", "user", "assistant"]
+    for message in (
         "nothing was asked yet",
         "in use: none",
         "/drafter takes auto, none, ngram",
         "/save takes a file",
         "No such file",
     ):
-        assert told in err, told
+        assert message in err, message
     assert "none is no conversation that /save wrote" in err
 
 
@@ -178,10 +178,10 @@ def test_a_chat_goes_on_where_it_ended(cli: Any, model: Path, tmp_path: Path, mo
     first = talk(model, lines=["My name is Ada.", "/seed 3", "/draft 2"])
     assert "outrider chat --continue goes on" in first and "seed: 3" in first and "draft tokens: 2" in first
     assert (tmp_path / "cache" / "last.json").stat().st_mode & 0o777 == 0o600
-    kept = tmp_path / "kept.json"
-    second = talk("-c", lines=["And who am I?", f"/save {kept}", "/clear"])
+    saved = tmp_path / "kept.json"
+    second = talk("-c", lines=["And who am I?", f"/save {saved}", "/clear"])
     assert "1 turn so far; the last message: My name is Ada." in second and "the conversation is forgotten" in second
-    said = json.loads(kept.read_text())["messages"]
+    said = json.loads(saved.read_text())["messages"]
     assert [message["content"] for message in said if message["role"] == "user"] == ["My name is Ada.", "And who am I?"]
     code, _, err = cli("chat", "--continue")
     assert code == 2 and "no conversation to continue" in err
@@ -241,11 +241,19 @@ def test_a_chat_survives_what_goes_wrong_in_it(
 ) -> None:
     """A refused /retry keeps question and answer; a full disk, a damaged file and Ctrl-C in a command end nothing."""
     deep = tmp_path / "deep.json"
-    kept = tmp_path / "kept.json"
+    saved = tmp_path / "kept.json"
     answered = tmp_path / "answered.json"
     deep.write_text("[" * 100_000)
     answered.write_text('{"messages": [{"role": "assistant", "content": "Welcome"}]}')
-    lines = ["one", f"/system {'long ' * 20}", "/retry", "/system", f"/save {kept}", f"/load {deep}", "/save /dev/full"]
+    lines = [
+        "one",
+        f"/system {'long ' * 20}",
+        "/retry",
+        "/system",
+        f"/save {saved}",
+        f"/load {deep}",
+        "/save /dev/full",
+    ]
     lines += [f"/load {answered}", "/retry", f"/save {answered}", "/image picture", "/quit"]
 
     def interrupted(*_: object) -> None:
@@ -255,7 +263,7 @@ def test_a_chat_survives_what_goes_wrong_in_it(
     monkeypatch.setattr("builtins.input", lambda *_, rest=iter(lines): next(rest))
     code, _, err = cli("chat", model, "--max-tokens", 2, "--max-context", 64)
     assert code == 0 and "the context holds 64" in err and "deep.json is no conversation that /save wrote" in err
-    assert [m["role"] for m in json.loads(kept.read_text())["messages"]] == ["user", "assistant"]
+    assert [m["role"] for m in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
     assert "/dev/full: No space left" in err and "nothing was asked yet" in err
     assert [m["role"] for m in json.loads(answered.read_text())["messages"]] == ["assistant"]
 

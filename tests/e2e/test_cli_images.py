@@ -49,8 +49,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mod
 
 
 def test_generate_with_two_images(cli: Any, model: Path) -> None:
-    given = ("generate", model, "what?", *SMALL, "--max-tokens", 12, "--json", "--compare")
-    code, out, err = cli(*given, "--image", model.parent / "a.png", "--image", model.parent / "b.jpg")
+    arguments = ("generate", model, "what?", *SMALL, "--max-tokens", 12, "--json", "--compare")
+    code, out, err = cli(*arguments, "--image", model.parent / "a.png", "--image", model.parent / "b.jpg")
     assert code == 0, err
     row = json.loads(out)
     assert row["identical"] and row["stats"]["prompt_tokens"] > 100

@@ -28,8 +28,8 @@ def test_openai(served: Served, expected: Expected) -> None:  # noqa: F811
     completion = client.chat.completions.create(model="fake", messages=messages, max_tokens=8, temperature=0)
     assert completion.choices[0].message.content == expected[0] and completion.usage.prompt_tokens == expected[1]
     parts = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "see"}]
-    given: Any = [{"role": "user", "content": parts}]
-    answer = client.responses.create(model="fake", input=given, max_output_tokens=8, temperature=0)
+    conversation: Any = [{"role": "user", "content": parts}]
+    answer = client.responses.create(model="fake", input=conversation, max_output_tokens=8, temperature=0)
     assert answer.output_text == expected[0]
 
 

@@ -76,7 +76,7 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    found = []
+    code_blocks = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in BLOCK.finditer(text):
@@ -84,12 +84,12 @@ def blocks() -> list[Block]:
             if mark.strip() not in MARKS:
                 mark = argument = ""
             line = text.count("\n", 0, match.start("language")) + 1
-            found.append(
+            code_blocks.append(
                 Block(
                     str(page.relative_to(ROOT)), line, mark.strip(), argument.strip(), match["language"], match["body"]
                 )
             )
-    return found
+    return code_blocks
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -115,15 +115,15 @@ def commands(block: Block) -> list[list[str]]:
 
 def mentioned() -> list[tuple[Block, list[str]]]:
     """Commands in running text: `outrider prove MODEL`. Those with [optional] parts or left-out ones are for people."""
-    found = []
+    names = []
     for page in PAGES:
         text = BLOCK.sub(lambda m: "\n" * m[0].count("\n"), page.read_text(encoding="utf-8"))
         for match in re.finditer(r"`((?:outrider|make|python) [^`]*)`", text):
             command = " ".join(match[1].split())
             if not re.search(r"\[|\.\.\.|…|\||COMMAND|\bX\b|'\{", command):
                 line = text.count("\n", 0, match.start()) + 1
-                found.append((Block(str(page.relative_to(ROOT)), line, "", "", "", command), shlex.split(command)))
-    return found
+                names.append((Block(str(page.relative_to(ROOT)), line, "", "", "", command), shlex.split(command)))
+    return names
 
 
 PARSED = [(block, words) for block in blocks() for words in commands(block)] + mentioned()
@@ -209,15 +209,15 @@ def commands_of_outrider() -> click.Group:
 def parse(arguments: list[str]) -> None:
     group = commands_of_outrider()
     name = arguments[0]
-    rest = arguments[1:]
+    remaining = arguments[1:]
     if name.startswith("-"):
         assert name in {o for p in group.params for o in p.opts} | {"--help"}, f"no option {name}"
         return
     assert name in group.commands, f"no command outrider {name}"
-    if not rest:
+    if not remaining:
         return  # the command's name alone
     try:
-        group.commands[name].make_context(name, [a for a in rest if a not in ("...", "…")])
+        group.commands[name].make_context(name, [a for a in remaining if a not in ("...", "…")])
     except (click.exceptions.Exit, typer.Exit):
         pass
     except Exception as error:

@@ -70,22 +70,22 @@ def launch(
     place: Path, *arguments: str, traffic: Sequence[Any] = (), **env: str
 ) -> tuple[subprocess.CompletedProcess[str], Any]:
     (place / "traffic.json").write_text(json.dumps(traffic))
-    told = place / "out.json"
-    told.unlink(missing_ok=True)
-    given = {
+    record_path = place / "out.json"
+    record_path.unlink(missing_ok=True)
+    environment = {
         **{k: v for k, v in os.environ.items() if k != "OUTRIDER_API_KEY"},
         "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
         "OUTRIDER_CACHE": str(place / "cache"),
         "FAKE_TRAFFIC": str(place / "traffic.json"),
-        "FAKE_OUT": str(told),
+        "FAKE_OUT": str(record_path),
         "ANTHROPIC_API_KEY": "of another server",
         "http_proxy": "http://127.0.0.1:9",
         "no_proxy": "",
         **env,
     }
     command = [sys.executable, "-m", "outrider", "launch", *arguments]
-    ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=300)
-    return ran, json.loads(told.read_text()) if told.exists() else None
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return ran, json.loads(record_path.read_text()) if record_path.exists() else None
 
 
 @pytest.fixture(scope="module")
@@ -107,20 +107,20 @@ TRAFFIC: dict[str, list[Any]] = {
 @pytest.mark.parametrize("agent", TRAFFIC)
 def test_an_agent_finds_a_server_that_runs(served: Served, place: Path, agent: str) -> None:
     arguments = (agent, "--url", served.url, "--", "exec", "it")  # without a MODEL
-    ran, told = launch(place, *arguments, traffic=TRAFFIC[agent], OUTRIDER_API_KEY="secret", no_proxy="127.0.0.1")
+    ran, record = launch(place, *arguments, traffic=TRAFFIC[agent], OUTRIDER_API_KEY="secret", no_proxy="127.0.0.1")
     assert ran.returncode == 7, ran.stderr  # the agent's own
-    assert len(told["answers"]) == len(TRAFFIC[agent]) and all('"Z' in answer for answer in told["answers"])
-    assert told["argv"][-2:] == ["exec", "it"]
+    assert len(record["answers"]) == len(TRAFFIC[agent]) and all('"Z' in answer for answer in record["answers"])
+    assert record["argv"][-2:] == ["exec", "it"]
     if agent == "claude":
-        assert "ANTHROPIC_API_KEY" not in told["env"]
-        assert told["env"]["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == "3600000", "it asks again after five minutes of pings"
+        assert "ANTHROPIC_API_KEY" not in record["env"]
+        assert record["env"]["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == "3600000", "it asks again after five minutes of pings"
     assert served.http.get("/health").status_code == 200, "it goes on"
 
 
 @pytest.mark.parametrize("agent", TRAFFIC)
 def test_print_runs_nothing(place: Path, agent: str) -> None:
-    ran, told = launch(place, agent, "smollm2", "--print", "--max-context", "4096", "--prefix-store", "/x y", PATH="")
-    assert ran.returncode == 0 and told is None and not ran.stderr
+    ran, record = launch(place, agent, "smollm2", "--print", "--max-context", "4096", "--prefix-store", "/x y", PATH="")
+    assert ran.returncode == 0 and record is None and not ran.stderr
     first, *_, last = ran.stdout.splitlines()
     assert "serve smollm2 --port 0 --prefix-store '/x y' --record-prompt" in first and first.endswith(
         "--max-context 4096"
@@ -154,14 +154,14 @@ def test_the_second_start_reads_the_prompt_from_disk(place: Path) -> None:
     counts = []
     texts = []
     for _ in range(2):
-        ran, told = launch(
+        ran, seen = launch(
             place, "claude", str(model), "--threads", "1", "--drafter", "none", traffic=traffic, no_proxy="127.0.0.1"
         )
         assert ran.returncode == 7, ran.stderr + (place / "cache" / "launch" / "serve.log").read_text()
         counts.append(
-            {k: float(v) for k, v in re.findall(r"outrider_prefix_pages_(\w+)_total ([0-9].*)", told["metrics"])}
+            {k: float(v) for k, v in re.findall(r"outrider_prefix_pages_(\w+)_total ([0-9].*)", seen["metrics"])}
         )
-        texts.append(re.findall(r'"text":"([^"]*)"', told["answers"][1]))
+        texts.append(re.findall(r'"text":"([^"]*)"', seen["answers"][1]))
     assert counts[0]["read"] == 0 and counts[0]["written"] > 100
     assert counts[1]["read"] > 100 and counts[1]["written"] < 20
     assert texts[0] == texts[1] and texts[0]

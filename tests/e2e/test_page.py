@@ -52,11 +52,11 @@ def test_type_stream_and_read_the_statistics(page: Any) -> None:
 
 def test_trees_are_laid_out_by_what_follows_what(page: Any) -> None:
     tree = {"tokens": ["a", "b", "c", "B", "A"], "parents": [0, 1, 2, 1, 0], "path": [1, 4]}
-    found = page.evaluate("async tree => (await import('./page/cycles.js')).layout(tree)", tree)
-    places = {node["text"]: (node["row"], node["column"], node["taken"]) for node in found}
-    taken = {"a", "B"}
+    layout = page.evaluate("async tree => (await import('./page/cycles.js')).layout(tree)", tree)
+    places = {node["text"]: (node["row"], node["column"], node["taken"]) for node in layout}
+    path = {"a", "B"}
     where = {"a": (0, 0), "b": (0, 1), "c": (0, 2), "B": (1, 1), "A": (2, 0)}
-    assert places == {name: (*at, name in taken) for name, at in where.items()}
+    assert places == {name: (*at, name in path) for name, at in where.items()}
     assert page.evaluate("async tree => (await import('./page/cycles.js')).helped(tree)", tree)
 
 
@@ -300,10 +300,10 @@ def test_axe_finds_nothing_serious(browser: Any, site: Served, scheme: str) -> N
     for view in ("chat", "race", "server"):
         page.click(f"#tab-{view}")
         page.evaluate(axe + ";0")
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
         serious = [
             f"{v['id']}: {v['nodes'][0]['html'][:200]} {v['nodes'][0]['failureSummary']}"
-            for v in found
+            for v in violations
             if v["impact"] in ("serious", "critical")
         ]
         assert not serious, f"{view}, {scheme}:\n" + "\n".join(serious)
@@ -318,16 +318,16 @@ def test_a_cycle_is_drawn_with_the_way_that_was_taken(page: Any, site: Served) -
         site.engine.branching = False
     assert page.is_visible("#cycles") and "came from a branch" in page.inner_text("#branched")
     left = page.locator("#tree .left")
-    taken = page.locator("#tree .taken")
-    own = page.locator("#tree .own")
-    assert left.count() == 1 and taken.count() >= 1
+    path = page.locator("#tree .taken")
+    corrected = page.locator("#tree .own")
+    assert left.count() == 1 and path.count() >= 1
     corner = "n => [getComputedStyle(n).gridRowStart, getComputedStyle(n).gridColumnStart].map(Number)"
     assert left.evaluate(corner) == [1, 1]  # the first draft, which was wrong
-    assert [node.evaluate(corner) for node in taken.all()] == [[2, i + 1] for i in range(taken.count())]
-    if own.count():
-        assert own.evaluate(corner) == [3, taken.count() + 1]  # what the model added itself
+    assert [node.evaluate(corner) for node in path.all()] == [[2, i + 1] for i in range(path.count())]
+    if corrected.count():
+        assert corrected.evaluate(corner) == [3, path.count() + 1]  # what the model added itself
     look = "n => getComputedStyle(n).borderTopStyle + getComputedStyle(n).fontWeight"
-    assert left.evaluate(look) != taken.first.evaluate(look)  # not by colour alone
+    assert left.evaluate(look) != path.first.evaluate(look)  # not by colour alone
     assert "The model took" in page.get_attribute("#tree", "aria-label")
     ask(page, "A line: any of its cycles can be looked at.")
     page.focus("#cycle")

@@ -206,7 +206,7 @@ def test_two_windows_show_the_same_and_lose_no_turn(page: Any, site: Served) -> 
         "Four, meanwhile elsewhere."
     ]
     # both go on from the same turn at once, and neither has heard of the other yet: two branches of one conversation
-    kept = page.evaluate(
+    stored = page.evaluate(
         """async () => {
         const { load } = await import("./page/store.js"), id = sessionStorage.getItem("outrider.current");
         const copies = [load(id), load(id)], { leaf } = copies[0];
@@ -214,7 +214,7 @@ def test_two_windows_show_the_same_and_lose_no_turn(page: Any, site: Served) -> 
         return load(id).children(leaf).map((m) => m.content);
     }"""
     )
-    assert kept == ["Left?", "Right?"]
+    assert stored == ["Left?", "Right?"]
     other.click("#conversations .open >> text=One.")
     expect(other.locator(".branches")).to_have_text(re.compile("2/2"))
     page.on("dialog", lambda d: d.accept())

@@ -30,9 +30,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         ) as open_to_all,
         Served(FakeEngine(tok := tokenizer()), tok, api_keys=("secret",)) as keyed,
     ):
-        made = Api(open_to_all.url)
-        made.keyed = keyed.url
-        yield made
+        client = Api(open_to_all.url)
+        client.keyed = keyed.url
+        yield client
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.check is not None], ids=lambda c: f"{c.suite} {c.name}")
@@ -50,8 +50,8 @@ def test_the_docs_tell_the_counts_and_every_purpose() -> None:
             "missing" if c.check is None else "purpose" if c.purpose else "pass" for c in CASES if c.suite == suite
         )
         apply = kinds["pass"] + kinds["missing"]
-        told = [kinds.total(), kinds["purpose"], apply, kinds["pass"], f"{100 * kinds['pass'] / apply:.1f} %"]
-        row = f"| {suite} | {' | '.join(map(str, told))} |"
+        counts = [kinds.total(), kinds["purpose"], apply, kinds["pass"], f"{100 * kinds['pass'] / apply:.1f} %"]
+        row = f"| {suite} | {' | '.join(map(str, counts))} |"
         assert row in text, f"docs/api-reference.md should say: {row}"
         assert kinds["pass"] / apply >= 0.96, [c.name for c in CASES if c.suite == suite and c.check is None]
     names = [f"{c.suite} {c.name}" for c in CASES]

@@ -74,11 +74,11 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
 
 def test_what_makes_no_sense_with_several_models() -> None:
     listed = read_names(["smollm2", "other=org/name"])
-    for arguments, told in (
+    for arguments, message in (
         (("x", LoadSettings(), None), "--name is for one model"),
         ((None, LoadSettings(drafter="some/drafter"), None), "can't fit 2 models"),
         ((None, LoadSettings(), 0.0), "--memory must be more than 0"),
         ((None, LoadSettings(tensor_parallel=2), None), "--tensor-parallel serves one model"),
     ):
-        with pytest.raises(OutriderError, match=told):
+        with pytest.raises(OutriderError, match=message):
             several(listed, *arguments)

@@ -148,8 +148,8 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
-        kept = [await keeper.get(GrammarSource("regex", f"a{{{i}}}b", "x"), "me") for i in range(1, 4)]
-        assert len(keeper._cache) <= 3 and kept[0].matcher().failed is None
+        compiled = [await keeper.get(GrammarSource("regex", f"a{{{i}}}b", "x"), "me") for i in range(1, 4)]
+        assert len(keeper._cache) <= 3 and compiled[0].matcher().failed is None
         with pytest.raises(ApiError, match=r"x: .*characters"):
             await keeper.get(GrammarSource("regex", "a" * (1 << 20), "x"), "me")
         keeper.close()
@@ -508,8 +508,8 @@ def test_paths_stay_private() -> None:
 
 
 def test_a_port_in_use_is_noticed_before_the_model_is_loaded() -> None:
-    taken = listen("127.0.0.1", 0)
-    port = taken.getsockname()[1]
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
     with pytest.raises(OutriderError, match="cannot listen"):
         listen("127.0.0.1", port)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -524,7 +524,7 @@ def test_a_port_in_use_is_noticed_before_the_model_is_loaded() -> None:
     ]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 2 and "cannot listen" in run.stderr and "Traceback" not in run.stderr
-    taken.close()
+    listener.close()
 
 
 def test_while_draining_newcomers_hear_503() -> None:

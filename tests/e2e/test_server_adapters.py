@@ -81,8 +81,8 @@ def test_cards_and_unknown_names(http: httpx.Client) -> None:
 
 def test_scores_and_embeddings_use_the_adapter(http: httpx.Client) -> None:
     scores = [complete(http, name, echo=True, logprobs=1, max_tokens=1).json() for name in ("tiny", "tiny:a")]
-    told = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in scores]
-    assert told[0] != told[1]
+    logprobs = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in scores]
+    assert logprobs[0] != logprobs[1]
     vectors = [
         http.post("/v1/embeddings", json={"model": name, "input": "abc"}).json()["data"][0]["embedding"]
         for name in ("tiny", "tiny:a")

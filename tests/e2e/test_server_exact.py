@@ -110,8 +110,8 @@ def test_drafting_changes_nothing_in_an_answer(served: Served, path: str) -> Non
         )
         want = None
         for k in KS:
-            asked = {**body, "outrider": {"draft_tokens": k}}
-            for answer in (whole(served, path, asked), streamed(served, path, asked)):
+            request = {**body, "outrider": {"draft_tokens": k}}
+            for answer in (whole(served, path, request), streamed(served, path, request)):
                 want = want or answer
                 assert answer == want, (seed, k)
         assert want is not None

@@ -40,8 +40,12 @@ def post(s: Served, **headers: str) -> httpx.Response:
 
 
 def test_pages_of_an_allowed_origin_may_call(served: Served) -> None:
-    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    before = served.http.options("/v1/chat/completions", headers=asked)  # a browser asks first, without the key
+    preflight = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    before = served.http.options("/v1/chat/completions", headers=preflight)  # a browser asks first, without the key
     assert before.status_code == 204 and before.headers["access-control-allow-origin"] == PAGE
     assert (
         "POST" in before.headers["access-control-allow-methods"]

@@ -164,15 +164,15 @@ def test_who_brings_many_grammars_loses_its_own(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
-        mine = GrammarSource("regex", "mine", "x")
-        await keeper._compile(mine, {"text": build_regex("mine"), "bytes": 1000, "unenforced": ""}, "me")
+        source = GrammarSource("regex", "mine", "x")
+        await keeper._compile(source, {"text": build_regex("mine"), "bytes": 1000, "unenforced": ""}, "me")
         for i in range(20):
             await keeper._compile(
                 GrammarSource("regex", f"{i}", "x"),
                 {"text": build_regex(f"{i}"), "bytes": 200_000, "unenforced": ""},
                 "many",
             )
-        assert mine.digest in keeper._cache and len(keeper._cache) < 8
+        assert source.digest in keeper._cache and len(keeper._cache) < 8
         keeper.close()
 
     asyncio.run(run())

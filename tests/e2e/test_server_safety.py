@@ -243,10 +243,10 @@ def test_a_mistake_of_the_server_is_json(served: Served, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("outrider.server.scoring.tokens", mistaken)
     with httpx.Client(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE) as http:
-        for path, told in (
+        for path, message in (
             ("/v1/embeddings", lambda body: body["error"]["message"]),
             ("/api/embed", lambda body: body["error"]),
         ):
             answer = http.post(path, json={"input": "hi", "model": "fake"})
-            assert answer.status_code == 500 and "log has the details" in told(answer.json())
+            assert answer.status_code == 500 and "log has the details" in message(answer.json())
         assert http.get("/health").status_code == 200

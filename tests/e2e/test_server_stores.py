@@ -89,8 +89,8 @@ def test_a_batch_says_what_the_command_says(served: Served, tmp_path: Path) -> N
         if r["error"] is None
     }
     for id, row in good.items():
-        mine, other = (r["response"]["body"]["choices"][0]["message"]["content"] for r in (row, alone[id]))
-        assert mine == other
+        batch_text, other = (r["response"]["body"]["choices"][0]["message"]["content"] for r in (row, alone[id]))
+        assert batch_text == other
 
 
 def runs_a_loop() -> bool:
@@ -161,20 +161,20 @@ def test_files_come_back_byte_by_byte_and_can_be_deleted(served: Served) -> None
 
 
 def test_a_client_sees_only_what_is_its_own(served: Served) -> None:
-    mine = served.client("alpha")
+    owner = served.client("alpha")
     other = served.client("beta")
-    batch = run(mine, line("a"))
+    batch = run(owner, line("a"))
     assert (
         not list(other.files.list())
         and not list(other.batches.list())
-        and batch.id in [b.id for b in mine.batches.list()]
+        and batch.id in [b.id for b in owner.batches.list()]
     )
     for ask in (lambda: other.files.content(batch.output_file_id), lambda: other.batches.retrieve(batch.id)):
         with pytest.raises(openai.NotFoundError):
             ask()
     with pytest.raises(openai.NotFoundError):
         other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
-    said = mine.responses.create(model="fake", input="hi")
+    said = owner.responses.create(model="fake", input="hi")
     with pytest.raises(openai.NotFoundError):
         other.responses.retrieve(said.id)
     with pytest.raises(openai.BadRequestError, match="not found"):
@@ -355,8 +355,8 @@ def test_a_response_goes_on_from_another(served: Served) -> None:
     assert again.output_text == first.output_text and again.store and first.previous_response_id is None
     second = client.responses.create(model="fake", input="And mine?", previous_response_id=first.id)
     prompt = TOK.decode(served.engine.seen[-1].prompt, keep_special=True)
-    told = ["My name is Ann.", first.output_text, "And mine?"]
-    assert [prompt.index(text) for text in told] == sorted(prompt.index(text) for text in told)
+    messages = ["My name is Ann.", first.output_text, "And mine?"]
+    assert [prompt.index(text) for text in messages] == sorted(prompt.index(text) for text in messages)
     assert "Be brief." not in prompt and second.previous_response_id == first.id  # instructions hold for one turn
     with client.responses.stream(
         model="fake", input="Go on.", previous_response_id=second.id, instructions="Slowly."

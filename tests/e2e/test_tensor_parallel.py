@@ -89,8 +89,8 @@ def own_drafter(raw: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
-    made = [{"name": name, "model": write(folder / name, raw)} for name, raw in VARIANTS.items()]
-    by_name = {case["name"]: case for case in made}
+    variants = [{"name": name, "model": write(folder / name, raw)} for name, raw in VARIANTS.items()]
+    by_name = {case["name"]: case for case in variants}
     by_name["dense"]["drafter"] = write(folder / "assistant", assistant(GEMMA4, clustered=True), seed=1)
     by_name["llama"]["drafter"] = write(folder / "own", own_drafter(LLAMA), seed=1)
     by_name["qwen2"]["drafter"] = f"draft:{by_name['llama']['model']}"
@@ -98,9 +98,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         raw = LAYOUTS[layout]
         by_name[name]["drafter"] = str(write_block(folder / layout, raw, tensors(raw)))
     by_name["moe"]["drafter"] = [by_name["dense"]["drafter"], by_name["mistral"]["drafter"]]
-    made.append({"name": "uneven", "model": write(folder / "uneven", UNEVEN)})
+    variants.append({"name": "uneven", "model": write(folder / "uneven", UNEVEN)})
     write_gguf(folder / "q4_0.gguf", ModelConfig.from_hf(WIDE), "q4_0")
-    return [*made, {"name": "q4_0", "model": str(folder / "q4_0.gguf")}]
+    return [*variants, {"name": "q4_0", "model": str(folder / "q4_0.gguf")}]
 
 
 @pytest.mark.timeout(600)
@@ -184,13 +184,13 @@ def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
             worker = started(server.pid)[-1]
             os.kill(worker, signal.SIGKILL)
             began = time.monotonic()
-            rest = stream.read().decode()
+            remaining = stream.read().decode()
         _, more = server.communicate(timeout=PATIENCE)
         took = time.monotonic() - began
     finally:
         server.kill()
     assert server.returncode == 1
-    assert '"error"' in rest and "[DONE]" not in rest.split('"error"')[0]
+    assert '"error"' in remaining and "[DONE]" not in remaining.split('"error"')[0]
     last = [line for line in more.splitlines() if line.startswith("outrider: ")]
     assert last == [
         f"outrider: process 2 of --tensor-parallel 3 (pid {worker}) was killed by SIGKILL: the run cannot go on without it"

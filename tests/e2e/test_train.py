@@ -113,8 +113,8 @@ def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_k
     same = sum(r["prompt"] == rows[0]["prompt"] for r in rows)
     assert any(f"{2 * (3 + same)} answers to held-out prompts" in line for line in said), said
     assert result["step"] == 0 and any(f"no evaluation beat {out / 'drafter'}" in line for line in said)
-    kept, last = ((tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("drafter", "last"))
-    assert kept == (out / "drafter" / "model.safetensors").read_bytes() != last
+    best, last = ((tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("drafter", "last"))
+    assert best == (out / "drafter" / "model.safetensors").read_bytes() != last
     with pytest.raises(OutriderError, match="begun with other prompts"):
         run.train(replace(again, eval_data=None), QUIET)
     with pytest.raises(OutriderError, match="begun with other prompts"):
@@ -176,9 +176,9 @@ def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
             guess: list[int] = []
             for size in (3, 2, 1):
                 tail = ids[at - size : at]
-                found = next((i for i in range(at - size - 1, -1, -1) if ids[i : i + size] == tail), None)
-                if found is not None:
-                    guess = ids[found + size : min(found + size + k, at)]
+                match = next((i for i in range(at - size - 1, -1, -1) if ids[i : i + size] == tail), None)
+                if match is not None:
+                    guess = ids[match + size : min(match + size + k, at)]
                     break
             right = 0
             while right < len(guess) and at + right < len(ids) and guess[right] == ids[at + right]:
@@ -201,7 +201,7 @@ def test_a_killed_run_continues_bit_by_bit(
     from outrider.train.trainer import Trainer
 
     real = Trainer.update
-    told = Trainer.report
+    original_report = Trainer.report
 
     def update(self: Trainer, lr: float) -> None:
         if self.progress.step == 47:
@@ -209,7 +209,7 @@ def test_a_killed_run_continues_bit_by_bit(
         real(self, lr)
 
     def report(self: Trainer, *what) -> None:  # checkpoints follow a report; one is due at the fourth
-        told(self, *what)
+        original_report(self, *what)
         if self.progress.step == 40:
             self.save()
 
@@ -431,12 +431,12 @@ def test_prompts_of_the_training_are_named(world: tuple[Path, Path, Path], tmp_p
     """2.82 tokens per cycle on the prompts of the training, 1.39 on new ones, and nothing said so."""
     target, data, out = world
     drafter = str(out / "drafter")
-    held = TrainRun(job(target, data, out).resolved(), Budget(None, 0.0), Stop(), say=QUIET, progress=None).held(
+    heldout = TrainRun(job(target, data, out).resolved(), Budget(None, 0.0), Stop(), say=QUIET, progress=None).held(
         Sequences.load(out / "prompts.npz")
     )
     whole = evaluate_drafter(str(target), drafter, EvalConfig(data, max_tokens=12), say=QUIET)
     texts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
-    learnt = {text for i, text in enumerate(texts) if i not in held}
+    learnt = {text for i, text in enumerate(texts) if i not in heldout}
     assert whole["trained_on"] == sum(text in learnt for text in texts) and whole["same_file"]
     assert whole["unseen"]["answers"] == 48 - whole["trained_on"] and set(whole["unseen"]["tokens_per_cycle"]) == set(
         range(1, 17)
@@ -450,5 +450,5 @@ def test_prompts_of_the_training_are_named(world: tuple[Path, Path, Path], tmp_p
 def test_one_prompt_can_be_answered(world: tuple[Path, Path, Path]) -> None:
     """A cache for one sequence alone: prompt, answer, and the page that the engine keeps aside."""
     target, data, _ = world
-    made = answers(describe(str(target)), read_prompts(data, 1), EvalConfig(data, max_tokens=24)).sequences
-    assert len(made) == 1 and made.answer_tokens == 24
+    answered = answers(describe(str(target)), read_prompts(data, 1), EvalConfig(data, max_tokens=24)).sequences
+    assert len(answered) == 1 and answered.answer_tokens == 24

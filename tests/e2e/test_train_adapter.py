@@ -47,14 +47,14 @@ def test_from_answers_to_the_adapters_own_drafter(tmp_path: Path, capsys: pytest
     adapter = str(tmp_path / "a")
     run.train(job(target, data, out, adapter=adapter, steps=8, eval_every=0), QUIET)
     llm = LLM.load(str(target), drafter="none", device="cpu", adapters={"a": adapter})
-    asked = encode(read_prompts(data), known.text, known.config.vocab_size, max_tokens=64)
+    encoded = encode(read_prompts(data), known.text, known.config.vocab_size, max_tokens=64)
     cold = [a for a in read_answers(out / "answers.jsonl").values() if a.temperature == 0]
     assert cold, "no greedy answer to compare"
     for answer in cold:
-        ids = asked[answer.prompt].tolist()
+        ids = encoded[answer.prompt].tolist()
         params = SamplingParams(max_tokens=32)
         assert llm.generate([ids], params, adapter="a")[0].token_ids == answer.tokens
-    assert any(llm.generate([asked[a.prompt].tolist()], SamplingParams(max_tokens=32))[0].token_ids != a.tokens
+    assert any(llm.generate([encoded[a.prompt].tolist()], SamplingParams(max_tokens=32))[0].token_ids != a.tokens
                for a in cold), "the base answers alike"  # fmt: skip
     config = json.loads((out / "drafter" / "config.json").read_text())
     assert config["target_hash"] == describe(str(target), adapter).hash

@@ -76,19 +76,19 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
     net = load_net(drafter, opened)
     for temperature in (0.0, 1.0):
         encoded = encode(read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, max_tokens=64)
-        asked = [encoded[i].tolist() for i in range(12)]
+        prompts = [encoded[i].tolist() for i in range(12)]
         seeds = list(range(12))
         params = [SamplingParams(temperature=temperature, max_tokens=24, seed=s) for s in seeds]
-        plain = [llm.generate([p], q, drafter=False)[0].token_ids for p, q in zip(asked, params, strict=True)]
-        whole = [np.array(p + a) for p, a in zip(asked, plain, strict=True)]
+        plain = [llm.generate([p], q, drafter=False)[0].token_ids for p, q in zip(prompts, params, strict=True)]
+        whole = [np.array(p + a) for p, a in zip(prompts, plain, strict=True)]
         answered = Sequences.of(
-            whole, [len(p) for p in asked], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
+            whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds
         )
         right = Judge(opened.model, net).drafts(answered, 3, temperature).right
         took = []
         walked = []
         for i in range(12):
-            (answer,) = llm.generate([asked[i]], params[i])
+            (answer,) = llm.generate([prompts[i]], params[i])
             assert answer.token_ids == plain[i]
             took.append(answer.stats.cycles - 1)  # the first cycle starts inside the prompt
             walked.append(walk(right[i][answer.stats.first_emitted - 1 :], 3)[1])

@@ -132,13 +132,13 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     rows = [json.loads(line) for line in whole.splitlines()]
     scores = [r["eval"]["score"] for r in rows if "eval" in r]
     assert len(scores) > 1 and scores[0] == max(scores) and "sampled" in rows[0]["eval"]
-    kept, start = (load_drafter(str(path / "drafter"), "cpu", torch.float32)[1] for path in (tmp_path / "base", out))
-    assert all(torch.equal(as_tensor(kept[name]), as_tensor(start[name])) for name in kept)
+    best, start = (load_drafter(str(path / "drafter"), "cpu", torch.float32)[1] for path in (tmp_path / "base", out))
+    assert all(torch.equal(as_tensor(best[name]), as_tensor(start[name])) for name in best)
     more = settings(steps=2, unroll=2, warmup_steps=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
     same = replace(base, out=out, init=str(tmp_path / "base" / "drafter"), layers=2, **more)
     run.train(same, QUIET)
     ended = load_drafter(str(out / "drafter"), "cpu", torch.float32)[1]
-    assert all(torch.equal(as_tensor(kept[name]), as_tensor(ended[name])) for name in kept)
+    assert all(torch.equal(as_tensor(best[name]), as_tensor(ended[name])) for name in best)
 
 
 @pytest.mark.usefixtures("own_time")
@@ -266,9 +266,9 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     short = job(target, data, tmp_path, **settings(steps=8))
     result = train_recipe(short, Recipe("r", {}, (first, second)), QUIET, keep=frozenset({"steps"}))
     shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
-    made = tmp_path / "drafter"
-    assert {p.name for p in made.iterdir()} == {p.name for p in shipped.iterdir()}
-    record, theirs = (json.loads((folder / "config.json").read_text()) for folder in (made, shipped))
+    drafter_folder = tmp_path / "drafter"
+    assert {p.name for p in drafter_folder.iterdir()} == {p.name for p in shipped.iterdir()}
+    record, theirs = (json.loads((folder / "config.json").read_text()) for folder in (drafter_folder, shipped))
     assert (
         record.keys() == theirs.keys()
         and record["weight_bits"] == 4
@@ -276,18 +276,20 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
         and record["taps"] == [0]
     )
     assert record["centroid_intermediate_top_k"] == 3
-    story = json.loads((made / "provenance.json").read_text())
+    story = json.loads((drafter_folder / "provenance.json").read_text())
     assert [r["steps"] for r in story["runs"]] == [8, 8] and story["runs"][1]["started_from"].endswith("drafter")
     assert (
         story.keys() == json.loads((shipped / "provenance.json").read_text()).keys()
         and result["sampled"]["answers"] == result["full"]["answers"] == 8
     )
-    assert {json.loads(line)["run"] for line in (made / "log.jsonl").read_text().splitlines()} == {1, 2}
-    text = (made / "README.md").read_text()
+    assert {json.loads(line)["run"] for line in (drafter_folder / "log.jsonl").read_text().splitlines()} == {1, 2}
+    text = (drafter_folder / "README.md").read_text()
     assert "trained as 4 bits hold them" in text and "sampled, coupled" in text and text.count("steps over") == 2
-    own = Sequences.load(tmp_path / "2-second" / "data.npz")
-    assert (own.index == Sequences.load(tmp_path / "1-first" / "data.npz").index[0]).sum() >= 2  # carried and new
-    llm = LLM.load(str(target), drafter=str(made), draft_tokens=3, device="cpu", ops="reference")
+    second_data = Sequences.load(tmp_path / "2-second" / "data.npz")
+    assert (
+        second_data.index == Sequences.load(tmp_path / "1-first" / "data.npz").index[0]
+    ).sum() >= 2  # carried and new
+    llm = LLM.load(str(target), drafter=str(drafter_folder), draft_tokens=3, device="cpu", ops="reference")
     assert llm.drafter is not None and llm.drafter.profile is not None  # type: ignore[attr-defined]
 
 

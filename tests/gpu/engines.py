@@ -69,8 +69,8 @@ def requests(vocab: int, count: int = len(PARAMS)) -> list[tuple[int, Request]]:
         prompt = torch.randint(3, vocab, (5 + 37 * (i % len(PARAMS)),), generator=rng).tolist()
         prompt = (prompt[:9] * 8)[: len(prompt) + 20] if i % 3 == 0 else prompt
         drafter: bool | str = "ngram" if i == 3 else True
-        asked = {**params, "grammar": Odd(vocab)} if "grammar" in params else params
-        sampling = SamplingParams(max_tokens=24 + 5 * (i % 8), ignore_eos=True, **asked)
+        options = {**params, "grammar": Odd(vocab)} if "grammar" in params else params
+        sampling = SamplingParams(max_tokens=24 + 5 * (i % 8), ignore_eos=True, **options)
         joins = 25 if i == 7 else 3 * (i % 4)  # the first with a history comes when others are under way
         out.append((joins, Request(str(i), prompt, sampling, (4, 2, 7, 3, 1, 16, 0, 4)[i % 8], drafter)))
     return out
@@ -108,9 +108,9 @@ def engine_tokens(size: str = "E2B") -> str:
                     f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
                 )
             if graphs:
-                made = len(captured(engine))
+                num_graphs = len(captured(engine))
             del engine
-        return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
+        return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {num_graphs} captures"
 
 
 def one_launch(size: str = "E2B", cycles: int = 12) -> str:
@@ -155,32 +155,32 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
     with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         jobs = requests(rig.config.vocab_size, count)
         plain: dict[str, list[int]] = {}
-        told: list[dict[str, list[Any]]] = [{}, {}, {}]
+        events: list[dict[str, list[Any]]] = [{}, {}, {}]
         began = time.perf_counter()
         alone = engine_of(True, rig, ())
         for _, r in jobs:
             plain |= run_joining(
-                alone, [(0, Request(r.id, r.prompt, r.params, 0, False))], audited=False, logprobs=told[0]
+                alone, [(0, Request(r.id, r.prompt, r.params, 0, False))], audited=False, logprobs=events[0]
             )
         seconds = [time.perf_counter() - began]
         captured(alone, refused=False)
-        made = []
+        submitted = []
         for served in (False, True):
             engine = engine_of(True, rig, batch=count)
             began = time.perf_counter()
             if served:
                 engine.executors[0].prepare()
-            got = run_joining(engine, jobs, audited=False, logprobs=told[1 + served])
+            got = run_joining(engine, jobs, audited=False, logprobs=events[1 + served])
             seconds.append(time.perf_counter() - began)
             for _, r in jobs:
                 assert got[r.id] == plain[r.id], f"request {r.id} ({r.params}) differs from plain decoding alone"
-                assert told[0][r.id] == told[1 + served][r.id], (
+                assert events[0][r.id] == events[1 + served][r.id], (
                     f"request {r.id} ({r.params}) has other logprobs than alone"
                 )
             keys = captured(engine, refused=False)
-            made.append(len(keys))
+            submitted.append(len(keys))
             assert max(key.batch for key in keys) >= count or not p.gpu, "never so many at once"
-        times = f"together {seconds[1]:.1f} s with {made[0]} captures, as a server {seconds[2]:.1f} s with {made[1]}"
+        times = f"together {seconds[1]:.1f} s with {submitted[0]} captures, as a server {seconds[2]:.1f} s with {submitted[1]}"
         return f"{count} requests; alone {seconds[0]:.1f} s, {times}"
 
 

@@ -76,9 +76,9 @@ def request(i: int, vocab: int, k: int, tree: int | None = None) -> Request:
 
 
 def engine(rig: Rig, pool: AdapterPool | None, graphs: bool) -> Engine:
-    made = engine_of(graphs, rig)
-    made.runner.adapters = pool
-    return made
+    result = engine_of(graphs, rig)
+    result.runner.adapters = pool
+    return result
 
 
 def check(size: str) -> None:
@@ -87,18 +87,18 @@ def check(size: str) -> None:
     with rig_of(size, LAYERS[size], slots=9, context=1024) as rig:
         pool = adapters(rig)
         vocab = rig.config.vocab_size
-        told = dict[str, list[Any]]()
+        events = dict[str, list[Any]]()
         alone: dict[str, list[int]] = {}
         for i in range(8):
             one = request(i, vocab, 0)
-            alone |= run_joining(engine(rig, pool if one.adapter else None, False), [(0, one)], logprobs=told)
+            alone |= run_joining(engine(rig, pool if one.adapter else None, False), [(0, one)], logprobs=events)
         wrong: list[object] = []
         for k, tree in CHECKED if not only else [CHECKED[int(only)]]:
-            made = engine(rig, pool, True)
+            candidate = engine(rig, pool, True)
             mixed = dict[str, list[Any]]()
-            got = run_joining(made, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
-            wrong += [(k, tree, r) for r in alone if got[r] != alone[r] or mixed[r] != told[r]]
-            executor = made.executors[0]
+            got = run_joining(candidate, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
+            wrong += [(k, tree, r) for r in alone if got[r] != alone[r] or mixed[r] != events[r]]
+            executor = candidate.executors[0]
             assert isinstance(executor, GraphExecutor) and executor.broken is None, executor
             assert any(key.adapted for key in executor.cache.graphs), "no adapted step was captured"
             torch.cuda.synchronize()
@@ -112,17 +112,17 @@ def replaced(rig: Rig, pool: AdapterPool, alone: dict[str, list[int]]) -> list[s
     vocab = rig.config.vocab_size
     small = AdapterPool(rig.model, pool.load, 1)
     small.add("a", pool.paths["a"])
-    made = engine(rig, small, True)
+    candidate = engine(rig, small, True)
     got = {"1": list[int](), "2": list[int]()}
-    made.submit(request(1, vocab, 4))
+    candidate.submit(request(1, vocab, 4))
     for step in range(200):
         if step == 4:
             small.remove("a")
             small.add("a", pool.paths["b"])
-            made.submit(replace(request(2, vocab, 4), adapter="a"))
-        for event in made.step():
+            candidate.submit(replace(request(2, vocab, 4), adapter="a"))
+        for event in candidate.step():
             got[event.id] += event.tokens
-        if step > 4 and not made.busy:
+        if step > 4 and not candidate.busy:
             break
     torch.cuda.synchronize()
     return [f"replaced {r}" for r in got if got[r] != alone[r]]

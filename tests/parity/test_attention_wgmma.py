@@ -113,12 +113,12 @@ def queries(kv: KVView, spec: AttnSpec = SPEC) -> Tensor:
 def attend(q: Tensor, spec: AttnSpec, kv: KVView, span_end: int = 0, pdl: bool = False, **rig: object) -> Tensor:
     with pytest.MonkeyPatch.context() as patch, Memory() as memory:
         patch.setattr(attention_wgmma, "tensor_map", emulated_map)
-        held = replace(
+        view = replace(
             kv, keys=[memory.hold(t) for t in kv.keys], values=[memory.hold(t) for t in kv.values],
             tables={group: memory.hold(t) for group, t in kv.tables.items()}, positions=memory.hold(kv.positions),
             row_start=memory.hold(kv.row_start),
         )  # fmt: skip
-        out = Emulator(memory, **rig).attend(memory.hold(q, ahead=pdl), spec, held, pdl, CUT, span_end)  # type: ignore
+        out = Emulator(memory, **rig).attend(memory.hold(q, ahead=pdl), spec, view, pdl, CUT, span_end)  # type: ignore
         assert out is not None
         return out.clone()
 

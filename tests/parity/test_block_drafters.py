@@ -71,13 +71,13 @@ def test_dflash_is_zlabs(tmp_path: Path, layout: str, target: str) -> None:
     if layout == "dflash2":
         path, *_ = theirs.propose(want[:, 1:], ids[:1], head, 0.0)
         token = ids[:1]
-        mine = []
+        ours = []
         for j in range(1, len(ids)):
             unary, columns = z[j : j + 1].topk(block.config.selector_top)
             best = block.select(hidden[j : j + 1], unary, columns, token).argmax(-1)
             token = columns[0, best]
-            mine.append(int(token))
-        assert mine == path[0].tolist()
+            ours.append(int(token))
+        assert ours == path[0].tolist()
 
 
 # ---- speculators -------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def test_dspark_heads_are_speculators(tmp_path: Path, kind: str) -> None:
     for j in range(5):
         bias, state_now, e = block.markov(before[j : j + 1], hidden[j : j + 1], state_now)
         torch.testing.assert_close(bias[0], want[j], **CLOSE)
-        mine = block.confidence(hidden[j : j + 1], e)
-        torch.testing.assert_close(mine[0], sure(torch.cat((hidden[j], embedded[j]))).sigmoid(), **CLOSE)
+        ours = block.confidence(hidden[j : j + 1], e)
+        torch.testing.assert_close(ours[0], sure(torch.cat((hidden[j], embedded[j]))).sigmoid(), **CLOSE)
 
 
 @pytest.mark.parametrize("layout", ["speculators-eagle3", "eagle3", "eagle3-qwen", "eagle3.1"])

@@ -88,12 +88,12 @@ class Texts:
             ids = torch.tensor([[7, 4, 4, 4, 4, 4], [11, 4, 4, 4, 4, 4]])
             return block.backbone(ids, kv, end)
         feature = block.context([stream[-2:] for stream in self.streams])
-        made = []
+        drafts = []
         own_rows = block.rows(block.layers[0], feature, end - 1, 3)
         for step in range(3):
             h, feature = block.feature_step(torch.tensor([5, 9]) + step, feature, kv, own_rows, step)
-            made.append(h)
-        return torch.stack(made, 1)
+            drafts.append(h)
+        return torch.stack(drafts, 1)
 
     def kv(self) -> list[Tensor]:
         first = len(self.block.target.config.layers)

@@ -294,12 +294,12 @@ def test_tokens_drawn_while_the_head_is_read(ops: CpuOps) -> None:
         {},
         {"temperature": 9.0, "seed": -(1 << 40)},
     )
-    asked = [
+    params = [
         request(f"{i}", [t % 90 for t in range(5, 305, 17)][i:], k=4 * (i % 2), **h, max_tokens=40)
         for i, h in enumerate(heats)
     ]
-    got = run(one, asked)
-    assert got == run(many, asked) and len({token for tokens in got.values() for token in tokens}) > 60
+    got = run(one, params)
+    assert got == run(many, params) and len({token for tokens in got.values() for token in tokens}) > 60
     assert [e.name for e in one.executors] == ["host", "eager"]
 
 
@@ -465,14 +465,14 @@ def ended(confidence: list[float], stop: float, drop: float, trust: list[float])
 def test_a_drafter_trained_for_four_bits_gets_them(ops: CpuOps) -> None:
     """Its layers only, and only where 8 were asked for: what chooses the token keeps 8."""
     config = replace(drafter_configs()["own_taps_clusters"][1], weight_bits=4)
-    for asked, layers, head in (
+    for quantize, layers, head in (
         ("int8", PackedKind.Q4_1, PackedKind.Q8_0),
         ("int4", PackedKind.Q4_1, PackedKind.Q4_1),
         (None, PackedKind.DENSE, PackedKind.DENSE),
     ):
-        weights = dummy_weights(config, "cpu", torch.float32, ops, asked)
+        weights = dummy_weights(config, "cpu", torch.float32, ops, quantize)
         kinds = {name: c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")}
-        assert set(list(kinds.values())[:3]) == {layers} and set(list(kinds.values())[3:]) == {head}, asked
+        assert set(list(kinds.values())[:3]) == {layers} and set(list(kinds.values())[3:]) == {head}, quantize
 
 
 def test_rows_in_another_order(ops: CpuOps) -> None:

@@ -40,11 +40,11 @@ ADAPTERS = {"a": dict(rank=4), "b": dict(rank=16), "c": dict(rank=9, only="k_pro
 def adapters_of(
     config: ModelConfig, ops: CpuOps, folder: Path, bases: Mapping[str, DeviceWeight]
 ) -> dict[str, Adapter]:
-    made = {}
+    adapters = {}
     for i, (name, how) in enumerate(ADAPTERS.items()):
         path = write_adapter(config, folder / name, seed=i, **how)  # type: ignore[arg-type]
-        made[name] = load_adapter(name, path, config, ops, torch.float32, torch.device("cpu"), bases)
-    return made
+        adapters[name] = load_adapter(name, path, config, ops, torch.float32, torch.device("cpu"), bases)
+    return adapters
 
 
 KINDS = {torch.float32: (None, 1e-4), torch.float16: (None, 2e-3), torch.int8: ("int4", 0.02)}
@@ -85,8 +85,8 @@ def test_a_small_matrix_under_a_large_scale(ops: CpuOps) -> None:
     base = ops.quantize(torch.randn((32, 64), generator=rng), "int8")
     scale = torch.ones(32)
     pieces = [(32, 6)]
-    made = [ops.lowrank(a / size, b, scale * size, pieces, base) for size in (1.0, 2.0**24)]
-    want, got = (ops.add_lowrank(torch.zeros(5, 32), x, part, None) for part in made)
+    changes = [ops.lowrank(a / size, b, scale * size, pieces, base) for size in (1.0, 2.0**24)]
+    want, got = (ops.add_lowrank(torch.zeros(5, 32), x, part, None) for part in changes)
     assert torch.equal(want, got) and want.abs().max() > 1.0
 
 
@@ -152,22 +152,22 @@ def test_decode_steps(ops: CpuOps, shape: str, params: dict[str, Any], tmp_path:
     cycle.run = lambda *args: (took.append(sum(r.adapter is not None for r in args[0])), host_run(*args))[1]
 
     def asked(speculate: bool) -> list[Request]:
-        made = []
+        requests = []
         order = ("a", "b", None, "c", "d", "a", None, "b")
         for i, (name, k) in enumerate(zip(order, (1, 4, 8, 16, 0, 4, 16, 8), strict=True)):
             job = request(str(i), PROMPT[i % 4 :], k=k if speculate else 0, logprobs=2, max_tokens=20, **params)
             job.adapter = name
             job.drafter = "mtp" if speculate and k else False
             job.tree = 12 * (i == 5)
-            made.append(job)
-        return made
+            requests.append(job)
+        return requests
 
-    told: list[dict[str, list[Any]]] = [{}, {}, {}]
+    events: list[dict[str, list[Any]]] = [{}, {}, {}]
     texts = [
-        run_joining(engine, [(0, job) for job in asked(True)], logprobs=to) for engine, to in zip((one, many), told)
+        run_joining(engine, [(0, job) for job in asked(True)], logprobs=to) for engine, to in zip((one, many), events)
     ]
-    assert texts[0] == texts[1] and told[0] == told[1]
+    assert texts[0] == texts[1] and events[0] == events[1]
     assert max(took) > 1 and one.metrics.drafted > 0 < many.metrics.drafted
     for job in asked(False):
-        assert run_joining(one, [(0, job)], logprobs=told[2])[job.id] == texts[0][job.id]
-    assert told[2] == told[0]
+        assert run_joining(one, [(0, job)], logprobs=events[2])[job.id] == texts[0][job.id]
+    assert events[2] == events[0]

@@ -172,8 +172,8 @@ def test_what_the_kernels_take() -> None:
     def taken(
         first: object, second: object, rows: int = 1, top: int = 8, room: int = ROOM, router: Tensor = ROUTER
     ) -> bool:
-        held = weights(first, second, top, router)  # type: ignore[arg-type]
-        return MoeGemvPlan.of(rows, held, None, 132, room) is not None
+        experts = weights(first, second, top, router)  # type: ignore[arg-type]
+        return MoeGemvPlan.of(rows, experts, None, 132, room) is not None
 
     assert (
         taken(gate_up, down)
@@ -196,9 +196,9 @@ def test_what_the_kernels_take() -> None:
     assert not taken(*shells(128, 2816, 768))  # groups of down have factors
     few = MoeGemvInt8(torch.device("cpu"), torch.zeros(0, dtype=torch.int32))
     x = torch.zeros((2, 2816), dtype=torch.bfloat16)
-    held = weights(gate_up, down)
-    assert few.plan(x, held, None) is not None and few.plan(x.float(), held, None) is None
-    assert few.plan(x.repeat(2, 1), held, None) is None  # Triton is faster
+    experts = weights(gate_up, down)
+    assert few.plan(x, experts, None) is not None and few.plan(x.float(), experts, None) is None
+    assert few.plan(x.repeat(2, 1), experts, None) is None  # Triton is faster
     assert taken(gate_up, down, 8) and not taken(gate_up, down, 9) and not taken(gate_up, down, 5, top=13)
     assert (
         SharedMLP.of(x, x, 2816, 6) is None

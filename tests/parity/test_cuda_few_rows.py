@@ -108,8 +108,8 @@ class Rig:
         self.case = case
         self.memory = Memory()
         bare = weight or made(case)
-        held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
-        self.weight = replace(bare, **held)
+        tensors = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
+        self.weight = replace(bare, **tensors)
         patch.setattr(
             nvrtc_kernels,
             "Kernel",

@@ -42,10 +42,10 @@ def expected(y: Tensor, of: Adapters, u: Tensor, b: Tensor, end: Epilogue) -> Te
     out = y.float()
     row = 0
     for part, rows in enumerate(of.parts):
-        mine = u[:, part * of.rank : (part + 1) * of.rank].float()
+        part_u = u[:, part * of.rank : (part + 1) * of.rank].float()
         for first, count, slot in row_ranges(of.slots, of.counts):
             if slot >= 0:
-                change = mine[first : first + count] @ b[slot, row : row + rows].float().T
+                change = part_u[first : first + count] @ b[slot, row : row + rows].float().T
                 out[first : first + count, row : row + rows] += change
         row += rows
     out = out.bfloat16()

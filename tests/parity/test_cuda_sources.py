@@ -75,8 +75,8 @@ def test_prompts_with_4_bit_weights(tile: w4a16_gemm.W4A16Tile, form: str, act: 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_experts(rows: int) -> None:
-    held = experts.weights(*experts.shells(128, 2816, 704))
-    plan = moe_gemv_int8.MoeGemvPlan.of(rows, held, None, 132, experts.ROOM)
+    packed = experts.weights(*experts.shells(128, 2816, 704))
+    plan = moe_gemv_int8.MoeGemvPlan.of(rows, packed, None, 132, experts.ROOM)
     assert plan is not None and compiles(
         moe_gemv_int8.SOURCE.read_text(), "90", moe_gemv_int8.flags_of(plan, "gelu_tanh")
     )

@@ -71,9 +71,9 @@ def product(x: Tensor, w: Tensor, end: Epilogue, tile: WgmmaTile, splits: int = 
     cut = GemmReduction(64, 64, splits, 4)
     with pytest.MonkeyPatch.context() as patch, Memory() as memory:
         patch.setattr(gemm_wgmma, "tensor_map", emulated_map)
-        held = end if end.bias is None else replace(end, bias=memory.hold(end.bias))
+        epilogue = end if end.bias is None else replace(end, bias=memory.hold(end.bias))
         kernels = Emulator(memory, **rig)  # type: ignore[arg-type]
-        out = kernels.product(memory.hold(x), memory.hold(w), held, False, cut, tile)
+        out = kernels.product(memory.hold(x), memory.hold(w), epilogue, False, cut, tile)
         assert out is not None and not kernels.semaphores.any()  # the next launch finds no sums
         return out.clone()
 

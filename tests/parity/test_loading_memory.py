@@ -62,8 +62,8 @@ def test_peak_while_loading(scheme: str, tmp_path: Path, monkeypatch: pytest.Mon
     ops = TritonOps("cpu", pdl=False)  # its counters are not the loader's
     with Peak() as peak:
         _, weights, _ = load_target(folder, "cpu", torch.bfloat16, ops)
-    kept = sum(w.nbytes for w in weights.values())
+    weight_bytes = sum(w.nbytes for w in weights.values())
     largest = max(w.nbytes for w in weights.values() if isinstance(w, QuantWeight))
-    assert largest < 0.05 * kept and isinstance(weights["layers.3.gate_up"], QuantWeight)
-    assert 0.95 * kept <= peak.now <= 1.05 * kept
-    assert peak.most <= kept + 12 * largest
+    assert largest < 0.05 * weight_bytes and isinstance(weights["layers.3.gate_up"], QuantWeight)
+    assert 0.95 * weight_bytes <= peak.now <= 1.05 * weight_bytes
+    assert peak.most <= weight_bytes + 12 * largest

@@ -44,9 +44,9 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch: pytest.MonkeyPatch) ->
     run, compiled = set(), set()
     monkeypatch.setattr(Launch, "run", lambda launch: run.add(launch.variant))
     monkeypatch.setattr(Launch, "compile", lambda launch: compiled.add(launch.variant))
-    told: list[tuple[int, int]] = []
-    count = ops.compile_attention([spec, sliding], views, torch.float32, lambda *done: told.append(done))
-    assert not run and count == len(compiled) == len(told) and told[-1] == (count, count)
+    counts: list[tuple[int, int]] = []
+    count = ops.compile_attention([spec, sliding], views, torch.float32, lambda *done: counts.append(done))
+    assert not run and count == len(compiled) == len(counts) and counts[-1] == (count, count)
     for kv in views:
         for kind in (spec, sliding):
             ops.attend(rand(len(kv.positions), 4 * 32), kind, kv)
@@ -329,15 +329,15 @@ def test_heads_of_a_program_rotate_alike(
     spec = AttnSpec(heads, kv_heads, 16, 0, True, k_eq_v=k_eq_v, norm_v=True)
     qkv = rand(5, spec.qkv_rows)
     norms = (rand(16, seed=1), rand(16, seed=2))
-    found = []
+    results = []
     monkeypatch.setattr(rope, "FEW_ROWS", ())
     for rows in (6, 1):  # from which a program takes several heads: one head each, then four
         monkeypatch.setattr(rope, "PROMPT", rows)
         kv = cache(spec, [(5, 3), (0, 2)], 4)
         q = ops.rope_write(qkv, ops.rope_angles(kv.positions, rand(8, seed=3)), norms, spec, kv)
         assert kv.keys[0] is not None and kv.values[0] is not None
-        found.append(torch.cat([t.nan_to_num(0.0).flatten() for t in (q, kv.keys[0], kv.values[0])]))
-    assert torch.equal(*found)
+        results.append(torch.cat([t.nan_to_num(0.0).flatten() for t in (q, kv.keys[0], kv.values[0])]))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -218,8 +218,8 @@ def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.Mon
 
 
 def test_experts_with_an_order_of_columns_stay_dense() -> None:
-    made = [WEIGHTS["int4 ordered"](32, 64) for _ in range(2)]
-    assert TritonOps(DEVICE, pdl=False).pack_weights([stack(made)], DEVICE) is None
+    matrices = [WEIGHTS["int4 ordered"](32, 64) for _ in range(2)]
+    assert TritonOps(DEVICE, pdl=False).pack_weights([stack(matrices)], DEVICE) is None
 
 
 class OnlyExperts(ReferenceOps):
@@ -238,15 +238,15 @@ def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
     raw = {**VARIANTS["moe"], "num_hidden_layers": 1, "layer_types": ["full_attention"], "moe_intermediate_size": 32}
     config = ModelConfig.from_hf(raw)
     ops = OnlyExperts()
-    held = dict[str, DeviceWeight]()
+    weights = dict[str, DeviceWeight]()
     meant = dict[str, DeviceWeight]()
     for name, w in dummy_weights(config, "cpu", torch.float32, None, None, 3).items():
         assert isinstance(w, torch.Tensor)
         dense = w.to(DEVICE, DTYPE if w.dim() > 1 else None) * (12.0 if w.dim() > 1 else 1.0)
-        held[name] = ops.fast.quantize(dense, "int4") if ".experts_" in name else dense
+        weights[name] = ops.fast.quantize(dense, "int4") if ".experts_" in name else dense
         meant[name] = IntegerFormat(4, 32).quantise(dense).dense() if ".experts_" in name else dense
-    assert isinstance(held["layers.0.experts_gate_up"], QuantExperts)
-    model = TextModel(config, held, ops)
+    assert isinstance(weights["layers.0.experts_gate_up"], QuantExperts)
+    model = TextModel(config, weights, ops)
     plain = TextModel(config, meant, ReferenceOps())
     if not CUDA:  # bfloat16 may route a row elsewhere
         ids = torch.arange(3, 9)
@@ -256,6 +256,6 @@ def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
     answers = []
     for k in (0, 3):
         engine = tiny_engine(model=model, k=k, graphs=False, kv=DTYPE)
-        asked = [request(str(i), p, k, bool(k), max_tokens=5) for i, p in enumerate(prompts)]
-        answers.append(run(engine, asked) if k else {r.id: run(engine, [r])[r.id] for r in asked})
+        requests = [request(str(i), p, k, bool(k), max_tokens=5) for i, p in enumerate(prompts)]
+        answers.append(run(engine, requests) if k else {r.id: run(engine, [r])[r.id] for r in requests})
     assert answers[0] == answers[1] and answers[0]["0"] != answers[0]["1"]

@@ -57,11 +57,11 @@ def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: i
     w = rand(n, IN).to(DEVICE) / 8
     x = rand(total, IN).to(DEVICE)
     side = rand(total, n).to(DEVICE)
-    made = {"a": adapter("a", rank, rows, leave=1), "b": adapter("b", 8, rows)}
+    adapters = {"a": adapter("a", rank, rows, leave=1), "b": adapter("b", 8, rows)}
 
     def runs(base: ReferenceOps, first: int, who: tuple[str | None, ...], how: tuple[int, ...]) -> list[torch.Tensor]:
         slots = AdapterSlots(2, torch.float32, DEVICE)
-        placed = slots.place([made[name] if name else None for name in who])
+        placed = slots.place([adapters[name] if name else None for name in who])
         here = slice(first, first + sum(how))
         ranges = torch.tensor(row_ranges(placed, how), dtype=torch.int32, device=DEVICE)
         adapted = SlotOps(base, {id(w): "w"}, slots, ranges)
@@ -112,7 +112,7 @@ def test_a_slot_changes_its_content_and_grows() -> None:
     ops = TritonOps(DEVICE, pdl=False)
     w = rand(96, IN).to(DEVICE)
     x = rand(3, IN).to(DEVICE)
-    made = [adapter(str(i), (4, 8, 40, 2)[i], (96,)) for i in range(4)]
+    adapters = [adapter(str(i), (4, 8, 40, 2)[i], (96,)) for i in range(4)]
     slots = AdapterSlots(1, torch.float32, DEVICE)
     seen = set()
 
@@ -123,7 +123,13 @@ def test_a_slot_changes_its_content_and_grows() -> None:
     def alone(who: list[Adapter | None]) -> torch.Tensor:
         return run(who, AdapterSlots(len(who), torch.float32, DEVICE))
 
-    for who in ([made[0]], [made[1]], [made[0], made[1], None], [made[2], made[0]], [made[3], made[2], made[1]]):
+    for who in (
+        [adapters[0]],
+        [adapters[1]],
+        [adapters[0], adapters[1], None],
+        [adapters[2], adapters[0]],
+        [adapters[3], adapters[2], adapters[1]],
+    ):
         assert torch.equal(run(list(who), slots), alone(list(who)))
         seen.add((slots.count, slots.version))
     assert slots.count == 4 and len(seen) == 4, "the second pass reuses the only slot, the others make new tensors"

@@ -243,12 +243,12 @@ def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
 
 def test_where_wgmma_takes_no_product_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product computed by both or by neither; one of another number of rows, or with a factor, that it is given."""
-    asked: list[int] = []
+    calls: list[int] = []
     answers: list[torch.Tensor | None] = [None]
 
     class Kernels:
         def product(self, x: torch.Tensor, *rest: object, **settings: object) -> torch.Tensor | None:
-            asked.append(len(x))
+            calls.append(len(x))
             return answers[0]
 
     card = replace(Card.of(torch.device(DEVICE)), cuda=True)
@@ -260,25 +260,25 @@ def test_where_wgmma_takes_no_product_triton_does(monkeypatch: pytest.MonkeyPatc
     w = rand(16, 32, seed=1)
     near(ops.linear(x, w), REF.linear(x, w))
     answers[0] = torch.zeros(1)
-    assert ops.linear(x[:129], w) is answers[0] and asked == [130, 129]
+    assert ops.linear(x[:129], w) is answers[0] and calls == [130, 129]
     ops.linear(x[:128], w), ops.linear_act_mul(x, w, rand(130, 16), "silu")
-    assert asked == [130, 129]
+    assert calls == [130, 129]
 
 
 def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
     """Compiled twice, or never; a failure that stops the pass; what was asked for once only, before its own launch has
     compiled it."""
-    made: list[tuple[str, int]] = []
+    compiled: list[tuple[str, int]] = []
 
     def compile_one(what: str, rows: int) -> None:
-        made.append((what, rows))
+        compiled.append((what, rows))
         if what == "b":
             raise RuntimeError("the launch will say so")
 
     ahead = Precompiler(compile_one, lambda what, rows: rows // 8)
     for what, rows in [("a", 1), ("b", 1), ("b", 2), ("a", 8), ("b", 8), ("a", 9), ("c", 8), ("c", 64), ("a", 70)]:
         ahead.before(what, rows)
-    assert sorted(made) == [("a", 8), ("a", 64), ("b", 8), ("b", 64), ("c", 64)]
+    assert sorted(compiled) == [("a", 8), ("a", 64), ("b", 8), ("b", 64), ("c", 64)]
 
 
 # ---- rows
@@ -316,8 +316,8 @@ def test_heads_of_a_tower_are_rotated(ops: TritonOps, heads: tuple[int, int], di
     """q and k norms swapped, v rotated or scaled, pairs of neighbours rotated."""
     qkv = rand(5, (heads[0] + 2 * heads[1]) * dim)
     angle = rand(5, dim // 2, seed=3)
-    given = ((angle.cos(), angle.sin()), (rand(dim, seed=1), rand(dim, seed=2)), heads, 1e-6)
-    for got, want in zip(ops.rotate_heads(qkv, *given), REF.rotate_heads(qkv, *given)):
+    arguments = ((angle.cos(), angle.sin()), (rand(dim, seed=1), rand(dim, seed=2)), heads, 1e-6)
+    for got, want in zip(ops.rotate_heads(qkv, *arguments), REF.rotate_heads(qkv, *arguments)):
         near(got, want)
 
 

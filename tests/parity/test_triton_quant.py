@@ -40,17 +40,17 @@ def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asymmetric(n: int, k: int, bits: int, group: int, kind: torch.dtype) -> Weight:
-    made = IntegerFormat(bits, group, scale=kind).quantise(rand(n, k, seed=5))
+    quantised = IntegerFormat(bits, group, scale=kind).quantise(rand(n, k, seed=5))
     zero = torch.randint(
-        1, (1 << bits) - 1, made.tensors["scale"].shape, generator=torch.Generator().manual_seed(2)
+        1, (1 << bits) - 1, quantised.tensors["scale"].shape, generator=torch.Generator().manual_seed(2)
     ).to(torch.uint8)
-    return Weight(IntegerFormat(bits, group, True, scale=kind), (n, k), {**made.tensors, "zero": zero})
+    return Weight(IntegerFormat(bits, group, True, scale=kind), (n, k), {**quantised.tensors, "zero": zero})
 
 
 def ordered(n: int, k: int) -> Weight:
-    made = IntegerFormat(4, 32).quantise(rand(n, k, seed=5))
+    quantised = IntegerFormat(4, 32).quantise(rand(n, k, seed=5))
     order = torch.randperm(k, generator=torch.Generator().manual_seed(1)).int()
-    return Weight(IntegerFormat(4, 32, ordered=True), (n, k), {**made.tensors, "order": order})
+    return Weight(IntegerFormat(4, 32, ordered=True), (n, k), {**quantised.tensors, "order": order})
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -181,13 +181,13 @@ def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tm
 def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> None:
     parts = [part("Q4_K", 32, 256), part("Q6_K", 16, 256)]
     ops = TritonOps(DEVICE, pdl=False)
-    held = ops.pack_weights(parts, DEVICE)
-    assert isinstance(held, Parts) and held.shape == (48, 256)
+    packed = ops.pack_weights(parts, DEVICE)
+    assert isinstance(packed, Parts) and packed.shape == (48, 256)
     x = rand(2, 256).to(DEVICE, DTYPE)
     bias = rand(48).to(DEVICE, DTYPE)
     dense = torch.cat([p.dense() for p in parts]).to(DEVICE)
-    near(ops.linear(x, held, bias), REF.linear(x.float(), dense, bias.float()), 1e-2)
-    near(ops.gated_linear(x, held, "silu"), REF.gated_linear(x.float(), dense, "silu"), 1e-2)
+    near(ops.linear(x, packed, bias), REF.linear(x.float(), dense, bias.float()), 1e-2)
+    near(ops.gated_linear(x, packed, "silu"), REF.gated_linear(x.float(), dense, "silu"), 1e-2)
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])

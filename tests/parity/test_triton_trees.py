@@ -43,7 +43,7 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
     ids = (
         torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
     )
-    found = [Nodes.of(batch, depth, DEVICE) for _ in range(2)]
+    grown = [Nodes.of(batch, depth, DEVICE) for _ in range(2)]
     fronts = [Frontier.root(torch.tensor([7, 8], device=DEVICE)) for _ in range(2)]
     for level in range(depth):
         logits = (3.0 * torch.randn((batch * WIDTH, n), generator=g)).to(DEVICE)
@@ -53,15 +53,15 @@ def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> 
         drawn = ([0.7, 1.0], [True, False], [3, 4], [10 + level, 20 + level])
         noise = DraftNoise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if sampled else None
         fronts = [
-            x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)
+            x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, grown)
         ]
         for name in ("tokens", "before", "node", "chain"):
             got, want = (getattr(f, name).view(batch, WIDTH)[fronts[1].chance > 0] for f in fronts)
             assert torch.equal(got, want), (level, name)
         assert torch.allclose(fronts[0].chance, fronts[1].chance, rtol=1e-4, atol=1e-9)
     for count in (4, 9):
-        got = ops.build_fixed_tree(found[1], count, depth)
-        want = REF.build_fixed_tree(found[1], count, depth)
+        got = ops.build_fixed_tree(grown[1], count, depth)
+        want = REF.build_fixed_tree(grown[1], count, depth)
         for name in ("tokens", "depth", "ancestors", "parent_rows"):
             assert torch.equal(getattr(got, name), getattr(want, name)), (count, name)
 

@@ -53,9 +53,9 @@ def test_soft_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> Non
     assert config is not None
     ours = VisionModel(config, load_vision(files, config, "cpu", torch.float32))
     for budget, size in ((70, (300, 200)), (16, (100, 400)), (16, (64, 64))):
-        made = tiny_vision.decoded(config, tiny_vision.picture(*size), budget)
-        theirs = tiny_vision.soft_tokens(model, config, made)
-        got = ours.encode(torch.from_numpy(made.copy()))
+        image = tiny_vision.decoded(config, tiny_vision.picture(*size), budget)
+        theirs = tiny_vision.soft_tokens(model, config, image)
+        got = ours.encode(torch.from_numpy(image.copy()))
         assert got.shape == theirs.shape and float((got - theirs).abs().max()) < 1e-4, (kind, budget, size)
 
 
@@ -84,14 +84,14 @@ def masks(ids: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
 
 def images_of(config: VisionConfig, made: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """Several images as transformers' model takes them: padded to the longest, or of one size."""
-    given = [tiny_vision.model_input(config, each) for each in made]
+    inputs = [tiny_vision.model_input(config, each) for each in made]
     if config.kind == "siglip":
-        return {"pixel_values": torch.cat([values for values, _ in given])}
-    most = max(values.shape[1] for values, _ in given)
+        return {"pixel_values": torch.cat([values for values, _ in inputs])}
+    most = max(values.shape[1] for values, _ in inputs)
     pad = torch.nn.functional.pad
     return {
-        "pixel_values": torch.cat([pad(v, (0, 0, 0, most - v.shape[1])) for v, _ in given]),
-        "image_position_ids": torch.cat([pad(p, (0, 0, 0, most - p.shape[1]), value=-1) for _, p in given]),
+        "pixel_values": torch.cat([pad(v, (0, 0, 0, most - v.shape[1])) for v, _ in inputs]),
+        "image_position_ids": torch.cat([pad(p, (0, 0, 0, most - p.shape[1]), value=-1) for _, p in inputs]),
     }
 
 
@@ -109,13 +109,13 @@ def test_the_next_token_is_that_of_transformers(kind: str, tmp_path: Path) -> No
         {"text": [2, 50, 51, 52, place, 60, 61, place, 61, 61, 70, 71, 72], "images": images},
         SamplingParams(max_tokens=1, logprobs=20),
     )[0]
-    made = [tiny_vision.decoded(config, image, 70) for image in images]
-    soft = [tiny_vision.soft_tokens(model, config, each) for each in made]
+    decoded = [tiny_vision.decoded(config, image, 70) for image in images]
+    soft = [tiny_vision.soft_tokens(model, config, each) for each in decoded]
     ids = torch.tensor([prompt_ids([s.shape[0] for s in soft])])
     types = "token_type_ids" if config.kind == "siglip" else "mm_token_type_ids"
     with torch.no_grad():
         out = model(
-            input_ids=ids, **images_of(config, made), **{types: (ids == tiny_vision.IMAGE).long()},
+            input_ids=ids, **images_of(config, decoded), **{types: (ids == tiny_vision.IMAGE).long()},
             **(dict(attention_mask=masks(ids, tiny.WINDOW)) if kind == "gemma4_12b" else {}),
         )  # fmt: skip
     theirs = torch.log_softmax(out.logits[0, -1].float(), -1)
@@ -139,8 +139,8 @@ def test_an_image_in_a_second_turn(kind: str, tmp_path: Path) -> None:
     turns += [{"role": "assistant", "content": "A cat."}]
     turns += [{"role": "user", "content": [{"type": "text", "text": "And"}, picture(1), {"type": "text", "text": "?"}]}]
     got = llm.chat(turns, params)
-    made = [tiny_vision.decoded(config, image, 70) for image in images]
-    soft = [tiny_vision.soft_tokens(model, config, each).shape[0] for each in made]
+    decoded = [tiny_vision.decoded(config, image, 70) for image in images]
+    soft = [tiny_vision.soft_tokens(model, config, each).shape[0] for each in decoded]
     begin, image, end = tiny_vision.SPELLED.get(kind, ("<|image>", "<|image|>", "<image|>"))
     line = "\n\n" if kind == "gemma3_4b" else ""
     spelled = [f"{line}{begin}{image * count}{end}{line}" for count in soft]
@@ -154,7 +154,7 @@ def test_an_image_in_a_second_turn(kind: str, tmp_path: Path) -> None:
     types = "token_type_ids" if config.kind == "siglip" else "mm_token_type_ids"
     with torch.no_grad():
         out = model(
-            input_ids=ids, **images_of(config, made), **{types: (ids == tiny_vision.IMAGE).long()},
+            input_ids=ids, **images_of(config, decoded), **{types: (ids == tiny_vision.IMAGE).long()},
             **(dict(attention_mask=masks(ids, tiny.WINDOW)) if kind == "gemma4_12b" else {}),
         )  # fmt: skip
     same_logprobs(got, torch.log_softmax(out.logits[0, -1].float(), -1), ids.shape[1])

@@ -142,10 +142,10 @@ def test_the_stop_that_comes_first_wins_however_many_tokens_come_at_once() -> No
         text = ""
         finish = None
         for width in widths:
-            taken = answer.take(ids[at : at + width], 100)
-            at = at + len(taken.texts)
-            text = text + "".join(taken.texts)
-            finish = taken.finish
+            accepted = answer.take(ids[at : at + width], 100)
+            at = at + len(accepted.texts)
+            text = text + "".join(accepted.texts)
+            finish = accepted.finish
             if finish:
                 break
         assert (at, text, finish) == (3, "ab", "stop"), widths
@@ -158,10 +158,10 @@ def test_a_stop_id_before_min_tokens_stays_in_the_text() -> None:
         text = ""
         at = 0
         for width in widths:
-            taken = answer.take([a, b, b, a][at : at + width], 100)
-            text = text + "".join(taken.texts)
-            at = at + len(taken.texts)
-        assert (text, at, taken.finish) == ("abb", 4, "stop")
+            accepted = answer.take([a, b, b, a][at : at + width], 100)
+            text = text + "".join(accepted.texts)
+            at = at + len(accepted.texts)
+        assert (text, at, accepted.finish) == ("abb", 4, "stop")
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])

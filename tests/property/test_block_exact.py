@@ -273,16 +273,16 @@ def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, An
     drafts and context are those of the single operations. Catches streams read from other rows than were run, and rows
     that are read late, twice, or into the pages of another sequence."""
     model = compiled()
-    made = [wide_drafter(folder, layout, model) for _ in range(2)]
-    one, many = (tiny_engine("llama", d, model=model, max_batch=4, page_size=16) for d in made)
+    drafters = [wide_drafter(folder, layout, model) for _ in range(2)]
+    one, many = (tiny_engine("llama", d, model=model, max_batch=4, page_size=16) for d in drafters)
     assert [e.name for e in one.executors] == ["host", "eager"]
     assert isinstance(one.executors[0], HostExecutor)
     proposer = Proposer.BLOCK if layout == "z-lab" else Proposer.HOST
-    assert one.executors[0].proposers[made[0].name] == proposer
+    assert one.executors[0].proposers[drafters[0].name] == proposer
     many.executors = many.executors[1:]
-    audits = audited_steps(one, made[0].block), audited_steps(many, made[1].block)
+    audits = audited_steps(one, drafters[0].block), audited_steps(many, drafters[1].block)
     jobs = [
-        request("a", PROMPT, k=3, drafter=made[0].name, **params),
+        request("a", PROMPT, k=3, drafter=drafters[0].name, **params),
         request("b", PROMPT[2:], k=5, drafter="ngram", **params),
         request("c", PROMPT[4:], drafter=False, **params),
         request("d", PROMPT[1:], k=1, **{**params, "max_tokens": 9}),
@@ -294,7 +294,7 @@ def test_one_call_of_the_library(folder: Path, layout: str, params: dict[str, An
     assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
     assert torch.equal(one.runner.features, many.runner.features)
     assert min(map(sum, audits)) > 3 and one.metrics.drafter_failures == many.metrics.drafter_failures == 0
-    for part in (VERIFY, CostPart("draft", made[0].name)):
+    for part in (VERIFY, CostPart("draft", drafters[0].name)):
         assert one.executors[0].can_probe(part)
         one.executors[0].probe(part, 2, 3, 40)
 
@@ -368,12 +368,12 @@ def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> Non
     unread = engine.runner.unread
     assert unread is not None
     engine.submit(request("a", PROMPT, k=0, max_tokens=70))
-    kept = []
+    positions = []
     while engine.busy:
         engine.step()
         if engine.scheduler.running:
-            kept.append(int(unread.span[engine.scheduler.running[0].active_cache.slot, 1]))
-    rows = [count for count in kept if count]  # before the first step there are none
+            positions.append(int(unread.span[engine.scheduler.running[0].active_cache.slot, 1]))
+    rows = [count for count in positions if count]  # before the first step there are none
     assert rows == [1 + i % 32 for i in range(69)]
     engine.submit(request("b", PROMPT, k=4, max_tokens=30))
     while engine.busy:
@@ -385,8 +385,8 @@ def test_steps_without_a_draft_only_keep_what_is_read_later(folder: Path) -> Non
 
 def test_a_block_drafts_no_more_than_it_predicts(folder: Path) -> None:
     """The cost of a draft is timed at K = 4, also of a block of three. Catches rows read behind a block's last one."""
-    given = {**LAYOUTS["z-lab"]["dflash_config"], "block_size": 3}
-    block_drafter = wide_drafter(folder, "z-lab", compiled(), dflash_config=given)
+    settings = {**LAYOUTS["z-lab"]["dflash_config"], "block_size": 3}
+    block_drafter = wide_drafter(folder, "z-lab", compiled(), dflash_config=settings)
     engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     host = engine.executors[0]
     assert isinstance(host, HostExecutor) and block_drafter.max_tokens == 2

@@ -62,15 +62,15 @@ def recorded(folder: Path, layout: str, model: Any) -> Recorded:
 def same_drafts(folder: Path, layout: str, variant: str, jobs: list[Any], model: Any = None, **room: Any) -> Any:
     """The graph engine; its texts are plain ones, its drafts the eager engine's."""
     model = model or MODELS[variant]
-    made = []
+    drafts = []
     texts = []
     for graphs in (False, True):
-        made.append(recorded(folder, layout, model))
-        engine = tiny_engine(variant, made[-1], names=(), model=model, graphs=graphs, **room)
+        drafts.append(recorded(folder, layout, model))
+        engine = tiny_engine(variant, drafts[-1], names=(), model=model, graphs=graphs, **room)
         texts.append(run(engine, jobs))
     assert graphs_of(engine).cache.graphs and engine.metrics.drafted > 0
     assert texts[0] == texts[1]
-    eager, captured = (each.drafts for each in made)
+    eager, captured = (each.drafts for each in drafts)
     for key, drafted in eager.items():  # near its end a sequence drafts less, in a graph perhaps a step later
         for tokens in drafted:
             assert any(all(a == b for a, b in zip(tokens, other)) for other in captured[key]), key
@@ -118,20 +118,20 @@ def test_random_batches(
     folder: Path, layout: str, variant: str, jobs: list[Any], most: int, tight: bool, reuse: bool, served: bool
 ) -> None:
     """Penalties, grammars, stops, logprobs, joining, leaving, aborts, preemption: as of MTP drafters."""
-    made = drafter(folder / layout, layout, MODELS[variant])
+    block_drafter = drafter(folder / layout, layout, MODELS[variant])
     room = {"max_batch": most, "kv_tokens": 96 if tight else None, "prefix_cache": reuse}
-    engine = tiny_engine(variant, made, model=MODELS[variant], graphs=True, k=3, **room)
+    engine = tiny_engine(variant, block_drafter, model=MODELS[variant], graphs=True, k=3, **room)
     check_batches(engine, variant, jobs, served)
 
 
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), 1e30, 0.0])
 def test_adversarial_weights(folder: Path, layout: str, value: float) -> None:
-    made = drafter(folder / layout, layout, MODELS["llama"])
-    for name, weight in made.block.weights.items():
+    block_drafter = drafter(folder / layout, layout, MODELS["llama"])
+    for name, weight in block_drafter.block.weights.items():
         if name != "d2t":
             weight.fill_(value)
-    engine = tiny_engine("llama", made, names=(), model=MODELS["llama"], graphs=True)
+    engine = tiny_engine("llama", block_drafter, names=(), model=MODELS["llama"], graphs=True)
     jobs = [request("a", PROMPT, k=5, max_tokens=10), request("b", PROMPT[3:], k=2, **{**HOT, "max_tokens": 10})]
     jobs.append(tree_request("c", PROMPT[1:], 4, 15, max_tokens=10))
     assert run(engine, jobs[:2]) | run(engine, jobs[2:]) == plain("llama", jobs)
@@ -150,17 +150,17 @@ def test_no_value_is_looked_at(layout: str) -> None:
     }
     model = TextModel(target, blank(tensor_plan(target)), ops)
     config = BlockConfig.from_hf(LAYOUTS[layout]).bound(target)
-    made = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))
-    store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", made.kv_specs)
+    block_drafter = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))
+    store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", block_drafter.kv_specs)
     sampling = SlotSampling(5, VOCAB, (1,), torch.device("meta"))
-    state = State.of(torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"), sampling)
+    state = State.of(torch.zeros(5, 32 * (1 + len(block_drafter.taps)), device="meta"), sampling)
     inputs = Inputs.of(torch.device("meta"), 4, 2)
     chains = ((0, 0), (2, 0), (16, 0))
-    tree = (4, min(15, made.max_nodes(4)))
+    tree = (4, min(15, block_drafter.max_nodes(4)))
     steps = [("sampled", *shape) for shape in (*chains, tree)] + [("greedy", *tree), ("sort", *tree)]
     for choosing, k, nodes in steps:
         key = Key(2, k, 512, choosing, "drafter" if k else None, nodes=nodes)  # type: ignore[arg-type]
-        logits = DecodeStep(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
+        logits = DecodeStep(model, store, block_drafter, state, inputs, key, Output.of(key, torch.device("meta")))()
         assert logits is not None and logits.shape == (2 * (key.drafted + 1), VOCAB)
 
 

@@ -77,10 +77,10 @@ class Runner(Audited):
 def test_branches_are_taken(folder: Path, variant: str, graphs: bool) -> None:
     """Catches a path that is moved to the wrong positions, and context written of rows beside it."""
     want = plain(variant, [request("a", PROMPT, max_tokens=24)])["a"]
-    made = Runner(drafter(folder / "z-lab", "z-lab", MODELS[variant]).block)
-    made.text = [*PROMPT, *want]  # type: ignore[method-assign]
-    made.block.logits = made.foresees  # type: ignore[method-assign]
-    engine = tiny_engine(variant, made, names=(), model=MODELS[variant], graphs=graphs)
+    runner = Runner(drafter(folder / "z-lab", "z-lab", MODELS[variant]).block)
+    runner.text = [*PROMPT, *want]  # type: ignore[method-assign]
+    runner.block.logits = runner.foresees  # type: ignore[method-assign]
+    engine = tiny_engine(variant, runner, names=(), model=MODELS[variant], graphs=graphs)
     assert run(engine, [tree_request("a", PROMPT, 4, 15, max_tokens=24)])["a"] == want
     m = engine.metrics
     assert m.trees > 0 and m.accepted > 2.5 * m.trees and m.drafter_failures == 0
@@ -139,8 +139,8 @@ def test_a_long_text_beside_deep_trees(folder: Path, graphs: bool) -> None:
     """The path of another sequence may be longer than the pages that the longest text has."""
     block_drafter = audited(folder, "z-lab", "llama")
     engine = tiny_engine("llama", block_drafter, model=MODELS["llama"], graphs=graphs)
-    asked = [request("long", PROMPT * 3, k=0, max_tokens=30), tree_request("deep", PROMPT, 4, 12, max_tokens=30)]
-    assert run(engine, asked) == plain("llama", asked)
+    requests = [request("long", PROMPT * 3, k=0, max_tokens=30), tree_request("deep", PROMPT, 4, 12, max_tokens=30)]
+    assert run(engine, requests) == plain("llama", requests)
     assert engine.metrics.trees > 0 and engine.metrics.drafter_failures == 0
 
 

@@ -185,14 +185,14 @@ def test_sliding_memory_stays_constant_from_2k_to_8k() -> None:
         prefill_chunk=512,
         prefix_cache=False,
     )
-    held = []
+    num_pages = []
     engine.submit(request("a", [i % VOCAB for i in range(8000)], max_tokens=20))
     while engine.busy:
         engine.step()
         if engine.scheduler.running and engine.scheduler.running[0].computed >= 2048:
-            held.append(len(engine.scheduler.running[0].cache.pages["sliding"].held()))
+            num_pages.append(len(engine.scheduler.running[0].cache.pages["sliding"].held()))
     bound = -(-(12 + 512) // 32) + 2
-    assert held and max(held) <= bound
+    assert num_pages and max(num_pages) <= bound
 
 
 def test_prefix_hits_equal_recomputation() -> None:

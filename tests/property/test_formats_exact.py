@@ -61,13 +61,13 @@ MIDDLE = {
 
 
 def balanced(kind: str, n: int, k: int, seed: int) -> Weight:
-    made = part(kind, n, k, seed)
+    weight = part(kind, n, k, seed)
     if kind in MIDDLE:
-        blocks = made.tensors["blocks"].numpy().reshape(-1, BLOCKS[kind][1])
+        blocks = weight.tensors["blocks"].numpy().reshape(-1, BLOCKS[kind][1])
         at = 80 if kind == "Q2_K" else 0
         step = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
         blocks[:, at + 2 : at + 4] = (step * np.float16(MIDDLE[kind])).view(np.uint8)
-    return made
+    return weight
 
 
 def compiled(ops: CpuOps, kind: str) -> CompiledModel:
@@ -87,11 +87,11 @@ def compiled(ops: CpuOps, kind: str) -> CompiledModel:
 
 
 def answers(engine: Engine, count: int, k: int, drafter: bool) -> list[list[int]]:
-    asked = [
+    requests = [
         request(str(i), p, k, drafter, temperature=0.8 * (i % 2), seed=i, max_tokens=9)
         for i, p in enumerate(PROMPTS[:count])
     ]
-    done = run(engine, asked)
+    done = run(engine, requests)
     return [done[str(i)] for i in range(count)]
 
 

@@ -86,12 +86,12 @@ def check_batches(engine: Engine, variant: str, jobs: list[Any], served: bool) -
         for event in engine.step():
             assert event.id not in ended, "an event after the last one"
             got[event.id] += event.tokens
-            asked = next(r.params.logprobs for _, _, r in waiting if r.id == event.id)
-            if event.tokens and asked is not None:
+            num_logprobs = next(r.params.logprobs for _, _, r in waiting if r.id == event.id)
+            if event.tokens and num_logprobs is not None:
                 assert event.logprobs is not None and all(
                     t in row for t, row in zip(event.tokens, event.logprobs, strict=True)
                 )
-                assert all(asked <= len(row) <= asked + 1 for row in event.logprobs)
+                assert all(num_logprobs <= len(row) <= num_logprobs + 1 for row in event.logprobs)
             if event.finish_reason:
                 ended[event.id] = event.finish_reason
         engine.check()

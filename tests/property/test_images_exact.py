@@ -20,8 +20,8 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def load(folders: tuple[str, str], ops: str, **more: object) -> LLM:
-    given = dict(image_tokens=70, max_context=480, dtype="float32", threads=1, max_batch=4, page_size=16) | more
-    return LLM.load(folders[0], drafter=folders[1], ops=ops, **given)
+    options = dict(image_tokens=70, max_context=480, dtype="float32", threads=1, max_batch=4, page_size=16) | more
+    return LLM.load(folders[0], drafter=folders[1], ops=ops, **options)
 
 
 def prompts() -> list[object]:

@@ -35,12 +35,12 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
 def pool(variant: str) -> AdapterPool:
     model = MODELS[variant]
     folder = Path(mkdtemp())
-    made = AdapterPool(
+    adapters = AdapterPool(
         model, lambda name, path: load_adapter(name, path, model.config, model.ops, model.dtype, model.device)
     )
     for i, name in enumerate(ADAPTERS):
-        made.add(name, str(write_adapter(model.config, folder / name, seed=i, rank=(4, 8, 3, 16)[i])))
-    return made
+        adapters.add(name, str(write_adapter(model.config, folder / name, seed=i, rank=(4, 8, 3, 16)[i])))
+    return adapters
 
 
 def engine_of(variant: str, drafts: bool = False, **config: Any) -> Engine:
@@ -61,9 +61,9 @@ def request(
 @cache
 def plain(variant: str, prompt: tuple[int, ...], adapter: str | None, temperature: float, seed: int) -> Any:
     """Tokens and log-probabilities of a request alone, without drafts."""
-    told: dict[str, list[Any]] = {}
+    events: dict[str, list[Any]] = {}
     one = request("plain", list(prompt), adapter, temperature=temperature, seed=seed)
-    return run_joining(engine_of(variant), [(0, one)], logprobs=told)["plain"], told["plain"]
+    return run_joining(engine_of(variant), [(0, one)], logprobs=events)["plain"], events["plain"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -73,9 +73,9 @@ def test_speculative_is_plain(variant: str, temperature: float) -> None:
     assert want != plain(variant, tuple(PROMPT), None, temperature, 5), "the adapter changes nothing"
     for k, tree in ((1, None), (4, None), (8, None), (4, 8)):
         engine = engine_of(variant, drafts=True)
-        told = dict[str, list[Any]]()
+        events = dict[str, list[Any]]()
         one = request("a", PROMPT, "a", k, tree, temperature=temperature, seed=5)
-        assert (run_joining(engine, [(0, one)], logprobs=told)["a"], told["a"]) == want, (k, tree)
+        assert (run_joining(engine, [(0, one)], logprobs=events)["a"], events["a"]) == want, (k, tree)
         if variant in GEMMA4:
             assert engine.metrics.drafted > 0 and engine.metrics.drafter_failures == 0
 
@@ -94,14 +94,14 @@ one = st.tuples(
 def test_mixed_batches(variant: str, jobs: list[Any], tight: bool) -> None:
     """Sequences of four adapters and of none share steps, and are preempted when pages are scarce."""
     engine = engine_of(variant, True, **({"kv_tokens": 72} if tight else {}))
-    told = dict[str, list[Any]]()
+    events = dict[str, list[Any]]()
     requests = [
         (at, request(str(i), list(prompt), adapter, k, tree, temperature=temperature, seed=i))
         for i, (prompt, adapter, (k, tree), temperature, at) in enumerate(jobs)
     ]
-    got = run_joining(engine, requests, logprobs=told)
+    got = run_joining(engine, requests, logprobs=events)
     for i, (prompt, adapter, _, temperature, _) in enumerate(jobs):
-        assert (got[str(i)], told[str(i)]) == plain(variant, prompt, adapter, temperature, i), i
+        assert (got[str(i)], events[str(i)]) == plain(variant, prompt, adapter, temperature, i), i
 
 
 def test_prefixes_are_shared_within_an_adapter_only() -> None:
@@ -130,9 +130,9 @@ def test_an_adapter_that_leaves_is_read_again_and_the_least_recently_used_leaves
     small = engine.runner.adapters = AdapterPool(full.model, full.load, max_adapters=2)
     for name in ("a", "b"):
         small.add(name, full.paths[name])
-    held = small.get("a")
+    adapter = small.get("a")
     small.add("c", full.paths["c"])
-    assert small.get("a") is held, "b was used least recently"
+    assert small.get("a") is adapter, "b was used least recently"
     assert small.nbytes == sum(full.get(name).nbytes for name in ("a", "c"))
     want = plain("llama", tuple(PROMPT), "b", 0.0, 0)[0]
     assert run_joining(engine, [(0, request("b", PROMPT, "b"))])["b"] == want
@@ -146,12 +146,12 @@ def test_an_adapter_that_leaves_is_read_again_and_the_least_recently_used_leaves
 def test_a_replaced_adapter_does_not_change_a_request_on_its_way() -> None:
     engine = engine_of("llama")
     full = pool("llama")
-    mine = engine.runner.adapters = AdapterPool(full.model, full.load)
-    mine.add("x", full.paths["a"])
+    replacement = engine.runner.adapters = AdapterPool(full.model, full.load)
+    replacement.add("x", full.paths["a"])
     engine.submit(request("1", PROMPT, "x"))
     got: list[int] = [t for e in engine.step() for t in e.tokens]
-    mine.remove("x")
-    mine.add("x", full.paths["b"])
+    replacement.remove("x")
+    replacement.add("x", full.paths["b"])
     while engine.busy:
         got += [t for e in engine.step() for t in e.tokens]
     assert got == plain("llama", tuple(PROMPT), "a", 0.0, 0)[0]

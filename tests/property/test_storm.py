@@ -27,22 +27,22 @@ def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
     prompts = [
         [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))] for _ in range(12)
     ]  # few: prefixes are shared
-    asked: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
     acts = 0
     while acts < most or engine.busy:
         for _ in range(rng.randrange(10) if acts < most else 0):
             acts += 1
-            running = [i for i in asked if i not in ended]
+            running = [i for i in requests if i not in ended]
             if running and (rng.random() < 0.45 or len(running) > 40):
                 engine.abort(rng.choice(running))
             else:
                 params = {**rng.choice(PARAMS), "seed": acts, "max_tokens": rng.randrange(4, 40)}
-                made = request(str(acts), rng.choice(prompts), k=rng.choice([None, 0, 1, 4]), **params)
-                asked[made.id] = made
-                got[made.id] = []
-                engine.submit(made)
+                submitted = request(str(acts), rng.choice(prompts), k=rng.choice([None, 0, 1, 4]), **params)
+                requests[submitted.id] = submitted
+                got[submitted.id] = []
+                engine.submit(submitted)
         for event in engine.step():
             assert event.id not in ended, "an event after the last one"
             got[event.id] += event.tokens
@@ -52,14 +52,16 @@ def test_nothing_is_lost_in_a_storm(graphs: bool, most: int) -> None:
             engine.check()
     engine.check()
     _all_free(engine)
-    assert engine.scheduler.preemptions > most // 100 and len(asked) > most // 3
+    assert engine.scheduler.preemptions > most // 100 and len(requests) > most // 3
     answered = [i for i, why in ended.items() if why != "abort"]
     assert len(answered) > most // 40
     for i in rng.sample(answered, 10):
         alone = tiny_engine("dense", model=MODEL, max_context=96)
         assert (
             got[i]
-            == run(alone, [request("alone", asked[i].prompt, k=0, drafter=False, **_of(asked[i].params))])["alone"]
+            == run(alone, [request("alone", requests[i].prompt, k=0, drafter=False, **_of(requests[i].params))])[
+                "alone"
+            ]
         )
 
 

@@ -76,9 +76,9 @@ class Wood(Drafter):
 
 
 def tree_request(id: str, prompt: list[int], k: int, tree: int, **params: Any) -> Any:
-    made = request(id, prompt, k=k, **params)
-    made.tree = tree
-    return made
+    result = request(id, prompt, k=k, **params)
+    result.tree = tree
+    return result
 
 
 def plain(variant: str, prompt: list[int], params: dict[str, Any]) -> list[int]:

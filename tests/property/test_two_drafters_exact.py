@@ -59,14 +59,14 @@ class Dice(Controller):
         self.lot = random.Random(seed)
 
     def propose(self, seqs: Sequence[DraftContext]) -> CyclePlan:
-        made = []
+        drafts = []
         common = self.lot.choice(self.drafters)
         for view in seqs:
             name = common if self.together else self.lot.choice(self.drafters)
             k = min(self.lot.randint(0, 5), view.drafter_available.get(name, 0))
             nodes = self.lot.randint(k + 1, k + 5) if self.branching and k and name != "ngram" else 0
-            made.append(DraftPlan(name, k, nodes=nodes if nodes <= view.nodes else 0) if k else DraftPlan(None, 0))
-        return CyclePlan(made)
+            drafts.append(DraftPlan(name, k, nodes=nodes if nodes <= view.nodes else 0) if k else DraftPlan(None, 0))
+        return CyclePlan(drafts)
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,10 @@ def host_engine(folder: Path, layout: str, taps: tuple[int, ...], mtp_first: boo
     body = {key: {**raw, **width} if key == "transformer_layer_config" else raw for key, raw in LAYOUTS[layout].items()}
     raw = body if "transformer_layer_config" in body else {**body, **width}
     block = BlockDrafter(net(folder / f"{layout}-wide", raw, tensors(raw, 4, 1.0), model))
-    made = DrafterPair(mtp, block) if mtp_first else DrafterPair(block, mtp)
-    controller = Controller(CostTable(), (*(one.name for one in made.members), "ngram"))
+    pair = DrafterPair(mtp, block) if mtp_first else DrafterPair(block, mtp)
+    controller = Controller(CostTable(), (*(one.name for one in pair.members), "ngram"))
     room = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
-    return Engine(model, None, room, SpecConfig(None), made, controller, KVOptions(torch.float32))
+    return Engine(model, None, room, SpecConfig(None), pair, controller, KVOptions(torch.float32))
 
 
 @pytest.mark.parametrize("taps", [(), (2,), (1, 2)], ids=["none", "another layer", "one of both"])
@@ -305,14 +305,14 @@ def test_no_value_is_looked_at() -> None:
     config = BlockConfig.from_hf(LAYOUTS["speculators-eagle3"]).bound(target)
     block = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))
     drafter_config = design.plain(target, reads=(0, 1), intermediate=64, taps=(1,))
-    made = DrafterPair(block, MTPDrafter(MTPNet(drafter_config, blank(tensor_plan(drafter_config)), ops, model), model))
-    assert made.taps[0] == 1 and {*made.taps} == {*block.taps, 1}
-    store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", made.kv_specs)
+    pair = DrafterPair(block, MTPDrafter(MTPNet(drafter_config, blank(tensor_plan(drafter_config)), ops, model), model))
+    assert pair.taps[0] == 1 and {*pair.taps} == {*block.taps, 1}
+    store = KVStore(target, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta", pair.kv_specs)
     state = State.of(
-        torch.zeros(5, 32 * (1 + len(made.taps)), device="meta"), SlotSampling(5, VOCAB, (1,), torch.device("meta"))
+        torch.zeros(5, 32 * (1 + len(pair.taps)), device="meta"), SlotSampling(5, VOCAB, (1,), torch.device("meta"))
     )
     inputs = Inputs.of(torch.device("meta"), 4, 2)
     for name in ("mtp", "eagle3"):
         key = Key(2, 3, 512, "sampled", "drafter", drafter=name)
-        logits = DecodeStep(model, store, made, state, inputs, key, Output.of(key, torch.device("meta")))()
+        logits = DecodeStep(model, store, pair, state, inputs, key, Output.of(key, torch.device("meta")))()
         assert logits is not None and logits.shape == (8, VOCAB)

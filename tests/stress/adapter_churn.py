@@ -38,8 +38,8 @@ SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "intermedi
 
 def resident_mib() -> float:
     gc.collect()
-    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
-    return int(found.split()[1]) / 1024
+    entry = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(entry.split()[1]) / 1024
 
 
 def churn(calls: int, clients: int, folder: Path) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def churn(calls: int, clients: int, folder: Path) -> dict[str, Any]:
         want = {model: complete(http, model) for model in ("tiny", "tiny:a")}
 
         def traffic() -> None:
-            with httpx.Client(base_url=url, timeout=120) as own:
+            with httpx.Client(base_url=url, timeout=120) as client:
                 while not done.is_set():
                     for model, text in want.items():
                         answered[0] += 1
-                        if (got := complete(own, model)) != text:
+                        if (got := complete(client, model)) != text:
                             bad.append(f"{model}: {got!r}, not {text!r}")
 
         threads = [threading.Thread(target=traffic) for _ in range(clients)]

@@ -67,12 +67,12 @@ class Exchange:
         part = json.loads(data)
         delta = part.get("delta")
         choices = part.get("choices") or [{}]
-        found = (delta.get("text") or delta.get("thinking")) if isinstance(delta, dict) else delta
-        self.text += found or (choices[0].get("delta") or {}).get("content") or ""
+        text = (delta.get("text") or delta.get("thinking")) if isinstance(delta, dict) else delta
+        self.text += text or (choices[0].get("delta") or {}).get("content") or ""
         for holder in (part, part.get("message") or {}, part.get("response") or {}):
             usage = holder.get("usage") or {}
-            given = usage.get("input_tokens") or usage.get("prompt_tokens") or 0
-            self.prompt_tokens = max(self.prompt_tokens, given + (usage.get("cache_read_input_tokens") or 0))
+            prompt_tokens = usage.get("input_tokens") or usage.get("prompt_tokens") or 0
+            self.prompt_tokens = max(self.prompt_tokens, prompt_tokens + (usage.get("cache_read_input_tokens") or 0))
 
 
 @contextmanager
@@ -131,12 +131,12 @@ def ask(args: argparse.Namespace, url: str, folder: Path) -> int:
     programs = args.npm.resolve() / "node_modules" / ".bin"
     home.mkdir(exist_ok=True)
     work.mkdir(exist_ok=True)
-    given = {k: v for k, v in os.environ.items() if k not in variables}
-    given |= {"HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}", "no_proxy": "127.0.0.1"}
-    given |= {k: v for k, v in variables.items() if v is not None}
+    environment = {k: v for k, v in os.environ.items() if k not in variables}
+    environment |= {"HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}", "no_proxy": "127.0.0.1"}
+    environment |= {k: v for k, v in variables.items() if v is not None}
     command = [programs / args.client, *arguments, *ARGUMENTS[args.client], "Explain this repository."]
     log = (folder / "client.log").open("ab")
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given, cwd=work, timeout=60 * args.minutes)  # fmt: skip
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=work, timeout=60 * args.minutes)  # fmt: skip
     return done.returncode
 
 
@@ -159,15 +159,15 @@ def turn(args: argparse.Namespace, model: str, folder: Path) -> tuple[Body, list
     most = max(exchange.prompt_tokens for exchange in seen)
     seen.sort(key=lambda exchange: exchange.prompt_tokens < 0.9 * most)  # later ones find it in the prefix cache
     main = seen[0]
-    told: Body = {"start_s": round(started, 1), "prompt_tokens": main.prompt_tokens, "requests": len(seen)}
-    told |= {"first_token_s": main.first_token_s, "seconds": main.seconds, "processor_s": round(used, 1)}
-    told["silence_s"] = round(max(exchange.silence_s for exchange in seen), 2)
+    record: Body = {"start_s": round(started, 1), "prompt_tokens": main.prompt_tokens, "requests": len(seen)}
+    record |= {"first_token_s": main.first_token_s, "seconds": main.seconds, "processor_s": round(used, 1)}
+    record["silence_s"] = round(max(exchange.silence_s for exchange in seen), 2)
     sent = [(exchange.path, exchange.body) for exchange in seen if exchange.body]
-    told["passed"] = {
+    record["passed"] = {
         "client": code == 0, "answered": all(exchange.status == 200 for exchange in seen),
-        "first_try": len(set(sent)) == len(sent), "heard": told["silence_s"] < args.silence,
+        "first_try": len(set(sent)) == len(sent), "heard": record["silence_s"] < args.silence,
     }  # fmt: skip
-    return told, seen, int(float(re.findall(r"\noutrider_prefix_pages_read_total ([0-9].*)", metrics)[0]))
+    return record, seen, int(float(re.findall(r"\noutrider_prefix_pages_read_total ([0-9].*)", metrics)[0]))
 
 
 def main() -> None:

@@ -46,8 +46,10 @@ def verdict(ok: bool, text: str) -> None:
 
 def below(pid: int) -> list[int]:
     """The processes that it started, and those that they did."""
-    own = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-    return own + [more for child in own for more in below(child)]
+    children = [
+        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+    ]
+    return children + [more for child in children for more in below(child)]
 
 
 def named(pid: int, part: str) -> bool:
@@ -188,10 +190,10 @@ def divided(model: str, port: int, requests: int) -> None:
     from ray.util import placement_group_table
 
     groups = [g for g in placement_group_table().values() if g["state"] == "CREATED"]
-    held = [(g["strategy"], *g["bundles"].values()) for g in groups]
+    bundles = [(g["strategy"], *g["bundles"].values()) for g in groups]
     verdict(
-        held == [("STRICT_PACK", {"CPU": 2.0})],
-        f"a replica over two processes up in {took:.0f} s, a placement group: {held}",
+        bundles == [("STRICT_PACK", {"CPU": 2.0})],
+        f"a replica over two processes up in {took:.0f} s, a placement group: {bundles}",
     )
     (pid,) = engines().values()
     workers = [child for child in below(pid) if named(child, "import worker")]
@@ -203,10 +205,10 @@ def divided(model: str, port: int, requests: int) -> None:
 
     count = asyncio.run(load(url, texts, requests, harm, None))
     judge(count, requests, "its second process killed")
-    found = back(url, 1)
+    status = back(url, 1)
     (new,) = engines().values()
     verdict(
-        found is not None and new != pid,
+        status is not None and new != pid,
         f"the replica came back as another ({new}); the old one is gone: {not Path(f'/proc/{pid}').exists()}",
     )
     judge(asyncio.run(load(url, texts, 24, None, None)), 24, "after that")
@@ -280,8 +282,8 @@ def nodes(model: str, port: int, requests: int) -> None:
 
         judge(asyncio.run(load(url, texts, requests, harm, KEY)), requests, "a node killed")
         cluster.add_node(num_cpus=1, **small)
-        found = back(url, 2)
-        verdict(found is not None, f"a node joined: two replicas again after {found or 0:.0f} s")
+        status = back(url, 2)
+        verdict(status is not None, f"a node joined: two replicas again after {status or 0:.0f} s")
         judge(asyncio.run(load(url, texts, 24, None, KEY)), 24, "after that")
         finish()
     finally:

@@ -61,16 +61,16 @@ class Case:
     temperature: float
 
     def body(self) -> dict[str, object]:
-        told = [{"role": r, "content": c} for r, c in self.messages]
-        return {"messages": told, "seed": self.seed, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        messages = [{"role": r, "content": c} for r, c in self.messages]
+        return {"messages": messages, "seed": self.seed, "max_tokens": self.max_tokens, "temperature": self.temperature}
 
 
 def cases(count: int, rng: random.Random) -> list[Case]:
-    made = []
+    bodies = []
     for i in range(count):
         system = f"{RULE * 2}Today you speak about {TOPICS[i % 8]}."
         user = f"Tell me something about {rng.choice(TOPICS)} and {rng.choice(TOPICS)}, number {i}."
-        made.append(
+        bodies.append(
             Case(
                 (("system", system), ("user", user)),
                 rng.randrange(1 << 30),
@@ -78,7 +78,7 @@ def cases(count: int, rng: random.Random) -> list[Case]:
                 rng.choice((0.0, 0.8)),
             )
         )
-    return made
+    return bodies
 
 
 def alone(model: str, known: list[Case]) -> list[str]:
@@ -92,17 +92,17 @@ def alone(model: str, known: list[Case]) -> list[str]:
 
     name = public_name(model)
     with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "in.jsonl"
-        told = Path(folder) / "out.jsonl"
+        source = Path(folder) / "in.jsonl"
+        target = Path(folder) / "out.jsonl"
         lines = [
             {"custom_id": str(i), "url": "/v1/chat/completions", "body": {"model": name, **case.body()}}
             for i, case in enumerate(known)
         ]
-        asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
         llm = LLM.load(model, threads=1, engine=EngineConfig(max_batch=8))
         server = Server.offline(ServedModel.of(llm), ServerSettings(model_name=name, max_concurrent=8))
-        answer_file(server, BatchFile(asked, told, name))
-        rows = [json.loads(line) for line in told.read_text().splitlines()]
+        answer_file(server, BatchFile(source, target, name))
+        rows = [json.loads(line) for line in target.read_text().splitlines()]
     by_id = {int(row["custom_id"]): row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
     return [by_id[i] for i in range(len(known))]
 
@@ -266,11 +266,11 @@ async def conversations(url: str, model: str, groups: int, turns: int, concurren
 
     async def conversation(group: int) -> list[dict[str, str]]:
         rng = random.Random(group)
-        told = [
+        events = [
             {"role": "system", "content": f"Guide number {group}, who knows all about {rng.choice(TOPICS)}. {RULE * 3}"}
         ]
         for turn in range(turns):
-            told.append(
+            events.append(
                 {
                     "role": "user",
                     "content": f"Question {turn}: what about {rng.choice(TOPICS)}? Compare them with {rng.choice(TOPICS)}.",
@@ -278,17 +278,17 @@ async def conversations(url: str, model: str, groups: int, turns: int, concurren
             )
             async with free:
                 answer = await client.chat.completions.create(
-                    model=model, messages=told, max_tokens=8, temperature=0, seed=1
+                    model=model, messages=events, max_tokens=8, temperature=0, seed=1
                 )  # type: ignore[arg-type]
-            told.append({"role": "assistant", "content": answer.choices[0].message.content or "-"})
-        return told
+            events.append({"role": "assistant", "content": answer.choices[0].message.content or "-"})
+        return events
 
     await asyncio.gather(*(conversation(g) for g in range(groups)))
     after = await metrics(url)
-    asked, found = (
+    requests, found = (
         after[f"outrider_{n}_tokens_total"] - before[f"outrider_{n}_tokens_total"] for n in ("prompt", "cached")
     )
-    return found / asked
+    return found / requests
 
 
 async def update_phase(load: Load, change, concurrency: int, rng: random.Random) -> None:  # type: ignore[no-untyped-def]
@@ -331,10 +331,10 @@ async def scale_phase(load: Load, concurrency: int, rng: random.Random) -> None:
         grown.append(await ready(load.url, 2, 120))
 
     await asyncio.gather(watch(), load.run(plan(), concurrency))
-    found = grown[0]
+    growth = grown[0]
     verdict(
-        found is not None,
-        f"autoscaling 1..2: a second replica after {found or 0:.0f} s of {concurrency} requests at a time",
+        growth is not None,
+        f"autoscaling 1..2: a second replica after {growth or 0:.0f} s of {concurrency} requests at a time",
     )
     verdict(load.count["right"] == sum(load.count.values()), f"no request failed meanwhile ({load.summary()})")
 

@@ -84,8 +84,8 @@ def settings(context: int, sequences: int, graphs: bool = True) -> EngineConfig:
 
 def prompts(vocab: int, context: int) -> list[list[int]]:
     rng = random.Random(1)
-    own = [[rng.randrange(5, vocab) for _ in range(length)] for length in (context, context // 2, 9)]
-    return [*own, own[2] * 5]  # the last repeats itself
+    separate = [[rng.randrange(5, vocab) for _ in range(length)] for length in (context, context // 2, 9)]
+    return [*separate, separate[2] * 5]  # the last repeats itself
 
 
 def texts(llm: LLM, context: int, tokens: int, drafter: bool | str, k: int | None) -> list[list[int]]:
@@ -219,16 +219,16 @@ def one(size: str, device: str, dry: bool) -> None:
             )
         prompt = prompts(engines["solo"].config.vocab_size, context)[0]
         for k in (0, K):
-            found: dict[str, list[float]] = {name: [] for name in engines}
+            seconds: dict[str, list[float]] = {name: [] for name in engines}
             for turn in range(rounds + 1):
                 order = list(engines) if turn % 2 else list(engines)[::-1]
                 for name in order:
                     ms = block(engines[name].engine, f"{name} {k} {turn}", prompt, k, steps)
                     if turn:  # the first captures
-                        found[name].append(ms)
-            middle = {name: statistics.median(each) for name, each in found.items()}
+                        seconds[name].append(ms)
+            middle = {name: statistics.median(each) for name, each in seconds.items()}
             ratio = {
-                name: statistics.median(a / b for a, b in zip(each, found["solo"])) for name, each in found.items()
+                name: statistics.median(a / b for a, b in zip(each, seconds["solo"])) for name, each in seconds.items()
             }
             shown = ", ".join(f"{name} {middle[name]:.3f} ms ({ratio[name]:.4f} x)" for name in engines)
             verdict(
@@ -237,7 +237,7 @@ def one(size: str, device: str, dry: bool) -> None:
                 shown,
             )
             say(
-                f"     exchanges that copy cost {(middle['copies'] - middle['solo']) * 1e3:.0f} us a step; all: {json.dumps({n: [round(x, 3) for x in e] for n, e in found.items()})}"
+                f"     exchanges that copy cost {(middle['copies'] - middle['solo']) * 1e3:.0f} us a step; all: {json.dumps({n: [round(x, 3) for x in e] for n, e in seconds.items()})}"
             )
         if not dry:
             for name in engines:
@@ -311,19 +311,19 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
     }
     llm = LLM.load(f"{where}/target", drafter=f"{where}/drafter", tensor_parallel=2, say=say, **options)  # type: ignore[arg-type]  # rank 1 stays in here
     whole = LLM.load(f"{where}/target", drafter=f"{where}/drafter", say=lambda line: None, **options)  # type: ignore[arg-type]
-    mine = logits_of(llm, context)
+    logits = logits_of(llm, context)
     want = logits_of(whole, context)
     exact = exact_logits(f"{where}/target", device, context)
     off = {
         name: (a - b).abs()
-        for name, a, b in (("two - one", mine, want), ("one - exact", want, exact), ("two - exact", mine, exact))
+        for name, a, b in (("two - one", logits, want), ("one - exact", want, exact), ("two - exact", logits, exact))
     }
     say(
         "logits (exact: the same weights in float32, plain torch), rms and most: "
         + ", ".join(f"{name} {float(x.square().mean().sqrt()):.2e} {float(x.max()):.2e}" for name, x in off.items())
     )
     say(
-        f"     they spread by {float(exact.std()):.3f}; two ranks have the best token of one process at {int((mine.argmax(1) == want.argmax(1)).sum())} of {len(mine)} positions"
+        f"     they spread by {float(exact.std()):.3f}; two ranks have the best token of one process at {int((logits.argmax(1) == want.argmax(1)).sum())} of {len(logits)} positions"
     )
     rms = {name: float(x.square().mean().sqrt()) for name, x in off.items()}
     verdict(
@@ -399,24 +399,24 @@ def main() -> None:
     parser.add_argument("--how", choices=("nccl", "mps", "gloo"), default="nccl")
     parser.add_argument("--where", default="")
     parser.add_argument("--dry", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}  # one machine
-    device = "cpu" if asked.dry else "cuda"
-    if asked.part == "one":
-        one(asked.size, device, asked.dry)
-    elif asked.part == "rank":
-        rank(asked.how, device, asked.dry, asked.where)
-    elif asked.part == "two":
-        two("31B", asked.how, asked.dry)
+    device = "cpu" if options.dry else "cuda"
+    if options.part == "one":
+        one(options.size, device, options.dry)
+    elif options.part == "rank":
+        rank(options.how, device, options.dry, options.where)
+    elif options.part == "two":
+        two("31B", options.how, options.dry)
     else:
-        more = ["--dry"] if asked.dry else []
+        more = ["--dry"] if options.dry else []
         for size in ("E2B", "31B"):
             words = ["timeout", "-k", "5", "100", sys.executable, __file__, "--part", "one", "--size", size, *more]
             code = subprocess.run(words).returncode
             verdict(f"part one, {size}", code == 0, f"exit code {code}")
-        worked = two("31B", "nccl", True) if asked.dry else two("31B", "mps", False) or two("31B", "nccl", False)
-        if asked.dry or not worked:
-            two("31B", "gloo", asked.dry)
+        worked = two("31B", "nccl", True) if options.dry else two("31B", "mps", False) or two("31B", "nccl", False)
+        if options.dry or not worked:
+            two("31B", "gloo", options.dry)
         say("all passed" if not FAILED else f"failed: {'; '.join(FAILED)}")
     sys.stdout.flush()
     os._exit(1 if FAILED else 0)  # threads of the collectives may abort an interpreter that is being taken down

@@ -27,14 +27,14 @@ Json = dict[str, Any]
 
 def family(pid: int) -> list[int]:
     """A process and all that it has started."""
-    found = []
+    pids = []
     todo = [pid]
     while todo:
-        found.append(todo.pop())
-        for children in Path(f"/proc/{found[-1]}/task").glob("*/children"):
+        pids.append(todo.pop())
+        for children in Path(f"/proc/{pids[-1]}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 todo += [int(c) for c in children.read_text().split()]
-    return found
+    return pids
 
 
 def spent(pid: int) -> float:
@@ -60,17 +60,17 @@ def shares(steps: Iterable[str], times: list[tuple[float, float]], names: dict[s
     """What took the time between some beginnings and ends: decoding and prompts by client, masks; `waiting` is the time
     outside of steps. steps: lines of watched_server.py."""
     total = sum(end - began for began, end in times)
-    found = Counter[str]()
+    totals = Counter[str]()
     for line in steps:
         at, seconds, prompts, masks, _, decode_rows, prompt_rows = json.loads(line)
         if not any(began <= at <= end + 0.01 for began, end in times):
             continue
-        found["masks"] += masks
+        totals["masks"] += masks
         for what, part, rows in (("rows", seconds - prompts - masks, decode_rows), ("prompts", prompts, prompt_rows)):
             for client, count in rows.items():
-                found[f"{what} of {names.get(client, client)}"] += part * count / sum(rows.values())
-    found["waiting"] = total - sum(found.values())
-    return {name: round(seconds / total, 2) for name, seconds in found.most_common() if seconds > 0.005 * total}
+                totals[f"{what} of {names.get(client, client)}"] += part * count / sum(rows.values())
+    totals["waiting"] = total - sum(totals.values())
+    return {name: round(seconds / total, 2) for name, seconds in totals.most_common() if seconds > 0.005 * total}
 
 
 class Busy:
@@ -118,12 +118,14 @@ class Target:
 
     def _count(self) -> None:
         assert self.process.stderr is not None
-        told = 0  # lines of a failure that are still to be passed on: its traceback
+        traceback_lines = 0  # lines of a failure that are still to be passed on: its traceback
         for line in self.process.stderr:
             self.lines += 1
             self.last.append(line.rstrip())
-            told = 40 if ("engine" in line and "failed" in line) or "unexpected, in" in line else told - 1
-            if told > 0:
+            traceback_lines = (
+                40 if ("engine" in line and "failed" in line) or "unexpected, in" in line else traceback_lines - 1
+            )
+            if traceback_lines > 0:
                 print(line.rstrip(), file=sys.stderr, flush=True)
 
     def memory(self) -> int:
@@ -132,7 +134,7 @@ class Target:
 
     def memory_of(self) -> dict[str, int]:
         """The same, by process."""
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for pid in family(self.process.pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -144,8 +146,8 @@ class Target:
                     ),
                     "server",
                 )
-                found[name] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-        return dict(found)
+                totals[name] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+        return dict(totals)
 
     def pool(self) -> int:
         """Resident bytes of its large anonymous mappings: weights, and K/V, which is taken as the prefix cache

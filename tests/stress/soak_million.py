@@ -108,12 +108,12 @@ class Connection:
             await asyncio.sleep(0.01)
             self.close()
             return 0, b""
-        told = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        length = next((int(h[15:]) for h in told.split("\r\n") if h.startswith("content-length:")), None)
+        headers = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        length = next((int(h[15:]) for h in headers.split("\r\n") if h.startswith("content-length:")), None)
         out = await self._reader.readexactly(length) if length is not None else await self._chunks()
-        if "connection: close" in told:
+        if "connection: close" in headers:
             self.close()
-        return int(told[9:12]), out
+        return int(headers[9:12]), out
 
     async def _chunks(self) -> bytes:
         out = b""
@@ -203,10 +203,10 @@ class Soak:
         memory.append([])
 
         async def worker(rng: random.Random) -> None:
-            mine = Connection(self.target.port)
+            connection = Connection(self.target.port)
             while self.state["done"] < self.goal and time.monotonic() < until and self.target.process.poll() is None:
-                await self.one(mine, rng.randrange(DIFFERENT), rng.random() < 0.02)
-            mine.close()
+                await self.one(connection, rng.randrange(DIFFERENT), rng.random() < 0.02)
+            connection.close()
 
         async def watch() -> None:
             while True:

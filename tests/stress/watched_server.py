@@ -97,7 +97,7 @@ class Watch:
 
     def _ask_for_lock(self) -> None:
         main = threading.main_thread().ident or 0
-        mine = threading.get_ident()
+        this_thread = threading.get_ident()
         while True:
             began = time.monotonic()
             self._waited.append((began, all_delays(), major_faults(), stolen()))
@@ -106,7 +106,7 @@ class Watch:
             if not self._idle and time.monotonic() - self._turn > LONG and not self._seen:
                 self._seen = innermost(sys._current_frames()[main])
             if late > SLOW:  # whoever had the lock stands behind what it was held for
-                stacks = [innermost(frame) for thread, frame in sys._current_frames().items() if thread != mine]
+                stacks = [innermost(frame) for thread, frame in sys._current_frames().items() if thread != this_thread]
                 self._tell("lock", late, " | ".join(s for s in stacks if not WAITING.match(s))[:600])
 
     def _tell(self, kind: str, took: float, what: str, computed: float = 0.0) -> None:

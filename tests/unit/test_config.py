@@ -34,9 +34,9 @@ SWITCHES = {"audio": "--audio-weights"}
 def test_commands_take_name_default_and_help_from_the_settings(name: str) -> None:
     group = typer.main.get_command(app(("doctor", name)))
     options = [p for p in group.commands[name].params if p.param_type_name == "option" and p.name in OPTIONS]  # type: ignore[attr-defined]
-    found = {p.name: p for p in options if (name, p.name) not in OTHERS}
-    assert found
-    for option, parameter in found.items():
+    parameters = {p.name: p for p in options if (name, p.name) not in OTHERS}
+    assert parameters
+    for option, parameter in parameters.items():
         default = OPTIONS[option].default
         assert parameter.default == ([default] if parameter.multiple else default), option
         assert parameter.help == OPTIONS[option].help, option
@@ -86,22 +86,22 @@ def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.Monke
 
 
 def test_a_command_gets_what_was_said() -> None:
-    told: list[object] = []
+    received: list[object] = []
 
     @loading("drafter", "draft_tokens", "threads", "kv_dtype", "gpu_memory")
     def command(word: str = "x", *, load: LoadSettings) -> None:
-        told.extend((word, load))
+        received.extend((word, load))
 
     shell = typer.Typer()
     shell.command()(command)
     words = ["--word", "y", "--draft-tokens", "3", "--threads", "2", "--kv-dtype", "int8", "--gpu-memory", "0.5"]
     typer.main.get_command(shell)(words, standalone_mode=False)
-    assert told == [
+    assert received == [
         "y",
         LoadSettings(draft_tokens="3", threads=2, engine=EngineConfig(kv_dtype="int8", gpu_memory=0.5)),
     ]
     typer.main.get_command(shell)(["--drafter", "a", "--drafter", "b"], standalone_mode=False)
-    assert told[-1] == LoadSettings(drafter=("a", "b")) and LoadSettings(drafter=["a", "b"]).drafters == ("a", "b")
+    assert received[-1] == LoadSettings(drafter=("a", "b")) and LoadSettings(drafter=["a", "b"]).drafters == ("a", "b")
     with pytest.raises(OutriderError, match="--drafter may be one or two"):
         typer.main.get_command(shell)(["--drafter", "a"] * 3, standalone_mode=False)
     with pytest.raises(KeyError, match="colour"):
@@ -170,23 +170,26 @@ def test_the_engines_fields_and_well_known_names() -> None:
 
 
 def test_well_known_options_reach_the_settings() -> None:
-    told: list[LoadSettings] = []
+    received: list[LoadSettings] = []
 
     @loading("draft_tokens", "max_context", "gpu_memory")
     def command(*, load: LoadSettings) -> None:
-        told.append(load)
+        received.append(load)
 
     shell = typer.Typer()
     shell.command()(command)
     words = ["--max-model-len", "77", "--gpu-memory-utilization", "0.5", "--num-speculative-tokens", "4"]
     typer.main.get_command(shell)(words, standalone_mode=False)
-    assert told == [LoadSettings(draft_tokens="4", engine=EngineConfig(max_context=77, gpu_memory=0.5))]
+    assert received == [LoadSettings(draft_tokens="4", engine=EngineConfig(max_context=77, gpu_memory=0.5))]
 
 
 def test_an_engine_of_none_is_the_default() -> None:
     assert LoadSettings().changed({"engine": None, "drafter": "none"}) == LoadSettings(drafter="none")
-    given = LoadSettings(engine=EngineConfig(max_context=77))
-    assert given.changed({"engine": None}) == given and given.changed({"engine": EngineConfig()}) == LoadSettings()
+    settings = LoadSettings(engine=EngineConfig(max_context=77))
+    assert (
+        settings.changed({"engine": None}) == settings
+        and settings.changed({"engine": EngineConfig()}) == LoadSettings()
+    )
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_make_setup_installs_known_versions() -> None:
     """Whatever was not pinned came in a newer version one day, and the tests failed on nobody's change."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = {re.split(r"[\[<>=!;]", d)[0] for d in (*project["dependencies"], *extras["dev"], *extras["serve"])}
+    required = {re.split(r"[\[<>=!;]", d)[0] for d in (*project["dependencies"], *extras["dev"], *extras["serve"])}
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M))
-    left = {name.replace("_", "-") for name in asked} - pinned
+    left = {name.replace("_", "-") for name in required} - pinned
     assert left == {"outrider", "triton"}, left  # torch names the triton that it was built with

@@ -55,8 +55,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if not target.exists():
-            made = str(target).startswith(tuple(str(ROOT / place) for place in GENERATED))
-            wrong += [] if made else [f"{link}: there is no {target}"]
+            generated = str(target).startswith(tuple(str(ROOT / place) for place in GENERATED))
+            wrong += [] if generated else [f"{link}: there is no {target}"]
         elif anchor and anchor not in anchors(target):
             wrong.append(f"{link}: {name(target)} has no heading #{anchor}")
     assert not wrong, f"{name(page)}:\n" + "\n".join(wrong)
@@ -66,23 +66,25 @@ def test_links_lead_somewhere(page: Path) -> None:
 def members() -> dict[str, set[str]]:
     """What each class of the sources has (methods, fields, what is assigned to self), and each module at its top, by
     name."""
-    found: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for path in SRC.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]:
-            own = found.setdefault(node.name if isinstance(node, ast.ClassDef) else path.stem, set())
+            members_of = names.setdefault(node.name if isinstance(node, ast.ClassDef) else path.stem, set())
             for child in node.body:
-                own |= (
+                members_of |= (
                     {n.id for n in ast.walk(child) if isinstance(n, ast.Name)}
                     if isinstance(child, (ast.Assign, ast.AnnAssign))
                     else set()
                 )
-                own |= (
+                members_of |= (
                     {child.name} if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else set()
                 )
             if isinstance(node, ast.ClassDef):
-                own |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    return found
+                members_of |= {
+                    n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                }
+    return names
 
 
 CHECKED = [page for page in PAGES if not name(page).startswith(PAST)]

@@ -22,12 +22,12 @@ def tables() -> ModuleType:
 
 def test_pages_hold_what_the_history_gives(tables: ModuleType) -> None:
     """A figure edited by hand, or a new line in the history without the page, fails here."""
-    found = 0
+    num_tables = 0
     for page in (ROOT / "docs").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        found += len(tables.PLACE.findall(text))
+        num_tables += len(tables.PLACE.findall(text))
         assert tables.filled(text) == text, f"{page.name}: run python tools/history_tables.py"
-    assert found >= len(tables.TABLES)
+    assert num_tables >= len(tables.TABLES)
 
 
 def test_numbers_are_written_one_way(tables: ModuleType) -> None:

@@ -71,17 +71,17 @@ TORCH_FREE = [
 def imports(path: Path) -> list[str]:
     """Dotted names of our modules that a file imports, relative to the package; typing-only imports count too."""
     here = path.relative_to(SRC).with_suffix("").parts if path.is_relative_to(SRC) else ()
-    found = []
+    modules = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = here[: len(here) - node.level]
             full = [*base, *(node.module.split(".") if node.module else [])]
-            found += [".".join([*full, a.name]) for a in node.names]
+            modules += [".".join([*full, a.name]) for a in node.names]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider"):
-            found += [".".join([*(node.module or "").split(".")[1:], a.name]) for a in node.names]
+            modules += [".".join([*(node.module or "").split(".")[1:], a.name]) for a in node.names]
         elif isinstance(node, ast.Import):
-            found += [a.name.removeprefix("outrider.") for a in node.names if a.name.startswith("outrider.")]
-    return found
+            modules += [a.name.removeprefix("outrider.") for a in node.names if a.name.startswith("outrider.")]
+    return modules
 
 
 def test_imports_follow_the_map() -> None:

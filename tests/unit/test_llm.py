@@ -60,8 +60,8 @@ def test_a_loaded_model_has_captured_what_its_first_requests_need(monkeypatch: p
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses to make "cuda" the current device: it must be told which one."""
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(torch.device(device).index))
+    devices: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.append(torch.device(device).index))
     monkeypatch.setattr(ops, "place", lambda name: torch.device(name))
 
     def stop(place: torch.device, *_: Any) -> None:
@@ -71,7 +71,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     for name in ("cuda", "cuda:1", "cpu"):
         with pytest.raises(OutriderError, match="far enough"):
             LLM.load("smollm2", device=name)
-    assert asked == [1]
+    assert devices == [1]
 
 
 def test_ctrl_c_while_the_processes_load_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,41 +46,41 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def words_of(source: str) -> list[tuple[int, str]]:
     """(line, text) of every comment and docstring."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    lines = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)) is not None:
-            found += enumerate(text.splitlines(), node.body[0].lineno)
-    return found
+            lines += enumerate(text.splitlines(), node.body[0].lineno)
+    return lines
 
 
 def test_parts_of_a_program_are_not_persons() -> None:
-    found = [
+    places = [
         f"{path.relative_to(ROOT)}:{number}: {text.strip()[:90]}"
         for path in SOURCES
         if path.suffix == ".py"
         for number, text in words_of(path.read_text(encoding="utf-8"))
         if PERSONS.search(text)
     ]
-    assert not found, "\n".join(found)
+    assert not places, "\n".join(places)
 
 
 @pytest.mark.parametrize("word", OUT)
 def test_misleading_words_stay_out(word: str) -> None:
     places, instead = OUT[word]
-    found = []
+    matches = []
     for path in places:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if re.search(word, line, re.I):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]}")
-    assert not found, f"write {instead}:\n" + "\n".join(found)
+                matches.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]}")
+    assert not matches, f"write {instead}:\n" + "\n".join(matches)
 
 
 def test_class_names_say_what_a_thing_is() -> None:
     pattern = re.compile(rf"^\s*class ({'|'.join(CLASSES.split())})\b", re.M)
-    found = [
+    places = [
         f"{path.relative_to(ROOT)}: class {match[1]}"
         for path in SOURCES
         if path.suffix == ".py"
         for match in pattern.finditer(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n".join(found)
+    assert not places, "\n".join(places)

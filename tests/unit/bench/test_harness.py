@@ -63,9 +63,9 @@ def test_contestants_take_turns(tmp_path):
 
 
 def test_groups_are_of_one_category_and_full():
-    found = groups(PROMPTS, 2)
-    assert [len(g) for g in found] == [2, 2, 2, 2]
-    assert all(len({p.category for p in g}) == 1 for g in found)
+    result = groups(PROMPTS, 2)
+    assert [len(g) for g in result] == [2, 2, 2, 2]
+    assert all(len({p.category for p in g}) == 1 for g in result)
 
 
 def figures(tmp_path, llm, **changes):

@@ -105,8 +105,8 @@ def test_speculation_that_does_not_pay_says_why():
     poor = Acceptance.parse("0.1")
     good = Acceptance.parse("0.72")
     assert predict(setup("26B-A4B"), Acceptance.parse("0.25"))["why"] and not predict(setup("31B"), good)["why"]
-    found = predict(setup("31B"), Acceptance.parse("0.0"))
-    assert found["best_k"] == 0 and found["speedup"] == 1.0
+    prediction = predict(setup("31B"), Acceptance.parse("0.0"))
+    assert prediction["best_k"] == 0 and prediction["speedup"] == 1.0
     busy = predict(setup("31B", batch=256, context=64), good)
     assert busy["speedup"] < 1.3 and any("arithmetic" in reason for reason in busy["why"])
     moe = setup("26B-A4B")
@@ -155,8 +155,8 @@ def test_the_command():
 
 
 def test_without_a_drafter_nothing_is_promised():
-    found = predict(setup("31B", drafter=False), Acceptance.by_position([0.0], "no drafter"))
-    assert found["best_k"] == 0 and found["speedup"] == 1.0 and found["drafter"] is None
+    prediction = predict(setup("31B", drafter=False), Acceptance.by_position([0.0], "no drafter"))
+    assert prediction["best_k"] == 0 and prediction["speedup"] == 1.0 and prediction["drafter"] is None
 
 
 def test_a_machine_fitted_to_two_products_predicts_them():
@@ -193,8 +193,8 @@ def test_this_machine_is_measured_for_a_second(monkeypatch: pytest.MonkeyPatch) 
 def test_a_tree_of_15_on_the_h200_within_10_percent():
     """benchmarks/trees.py: 31B, 16 rows 5 deep with its draft 1.209 x plain; there a line's steps leave the
     rivals."""
-    made = setup("31B")
-    predicted = (verify_seconds(made, 15) + draft_seconds(made, 5)) / verify_seconds(made, 0)
+    case = setup("31B")
+    predicted = (verify_seconds(case, 15) + draft_seconds(case, 5)) / verify_seconds(case, 0)
     assert predicted == pytest.approx(1.209, rel=0.1)
 
 

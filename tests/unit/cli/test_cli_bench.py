@@ -60,11 +60,11 @@ def test_figures_report_and_resume(model: str, tmp_path: Path) -> None:
     assert (tmp_path / "r" / "report.html").read_text().count("<svg") >= 4
     with pytest.raises(OutriderError, match="--resume"):
         call(model, *words)
-    kept = cells.splitlines(keepends=True)
-    (tmp_path / "r" / "cells.jsonl").write_text("".join(kept[:-3]))
+    lines = cells.splitlines(keepends=True)
+    (tmp_path / "r" / "cells.jsonl").write_text("".join(lines[:-3]))
     call(model, *words, "--resume")
     again = (tmp_path / "r" / "cells.jsonl").read_text().splitlines(keepends=True)
-    assert again[: len(kept) - 3] == kept[:-3] and len(again) == len(kept)
+    assert again[: len(lines) - 3] == lines[:-3] and len(again) == len(lines)
 
 
 def test_trees_beside_lines(model: str, tmp_path: Path) -> None:
@@ -102,11 +102,11 @@ def test_another_text_fails_with_json_too(model: str, tmp_path: Path, monkeypatc
 def test_a_run_goes_on_in_its_own_settings_only(model: str, tmp_path: Path) -> None:
     words = ("--drafters", "ngram", "--draft-tokens", "0", "--repeats", "1", "--out", str(tmp_path / "r"))
     call(model, *words)
-    for other, told in (
+    for other, message in (
         (("--max-tokens", "4"), "max_tokens: None, now 4"),
         (("--dtype", "bfloat16"), "dtype: None, now 'bfloat16'"),
     ):
-        with pytest.raises(OutriderError, match=f"was run with another {told}"):
+        with pytest.raises(OutriderError, match=f"was run with another {message}"):
             call(model, *words, *other, "--resume")
 
 

@@ -25,9 +25,9 @@ def findings(**env: str) -> tuple[int, dict[str, dict[str, str]]]:
 
 
 def test_what_is_here(tmp_path: Path) -> None:
-    code, found = findings(OUTRIDER_CACHE=str(tmp_path / "not" / "yet"))
-    assert code == 0 and found["torch"]["state"] == "ok" and found["cache"]["state"] in ("ok", "note")
-    assert "cores" in found["processor"]["found"] and "GPU" in found
+    code, report = findings(OUTRIDER_CACHE=str(tmp_path / "not" / "yet"))
+    assert code == 0 and report["torch"]["state"] == "ok" and report["cache"]["state"] in ("ok", "note")
+    assert "cores" in report["processor"]["found"] and "GPU" in report
     said = call("doctor", "--no-build").stdout
     assert "CPU kernels" in said and "Traceback" not in said
 
@@ -35,8 +35,8 @@ def test_what_is_here(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_used_is_bad(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in its place")
     for where in (tmp_path / "file", tmp_path / "file" / "below"):
-        code, found = findings(OUTRIDER_CACHE=str(where))
-        assert code == 1 and found["cache"]["state"] == "bad" and "OUTRIDER_CACHE" in found["cache"]["advice"]
+        code, report = findings(OUTRIDER_CACHE=str(where))
+        assert code == 1 and report["cache"]["state"] == "bad" and "OUTRIDER_CACHE" in report["cache"]["advice"]
 
 
 def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch,
         raise kernels.BuildError("no C compiler (cc, gcc or clang) on the path")
 
     monkeypatch.setattr(kernels, "compiler", none)
-    code, found = findings(OUTRIDER_CACHE=str(tmp_path))  # nothing shipped, nothing built before
-    assert code == 1 and found["CPU kernels"]["state"] == "bad" and "gcc" in found["CPU kernels"]["advice"]
+    code, report = findings(OUTRIDER_CACHE=str(tmp_path))  # nothing shipped, nothing built before
+    assert code == 1 and report["CPU kernels"]["state"] == "bad" and "gcc" in report["CPU kernels"]["advice"]
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else real(name, *rest)
     )
-    code, found = findings()
-    assert code == 0 and found["extra serve"]["state"] == "note" and "uvicorn" in found["extra serve"]["found"]
+    code, report = findings()
+    assert code == 0 and report["extra serve"]["state"] == "note" and "uvicorn" in report["extra serve"]["found"]
     assert "pip install 'outrider[serve]'" in call("doctor", "--no-build").stdout  # the brackets are no markup
 
 
@@ -63,9 +63,9 @@ def test_missing_sound_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "soundfile" else real(name, *rest)
     )
-    _, found = findings()
-    assert found["extra audio"]["state"] == "note" and found["extra audio"]["found"] == "without soundfile"
-    assert found["extra audio"]["advice"] == "pip install 'outrider[audio]'"
+    _, report = findings()
+    assert report["extra audio"]["state"] == "note" and report["extra audio"]["found"] == "without soundfile"
+    assert report["extra audio"]["advice"] == "pip install 'outrider[audio]'"
 
 
 def test_shell_completion() -> None:

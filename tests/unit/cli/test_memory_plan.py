@@ -66,12 +66,12 @@ def test_remedies_make_a_model_fit() -> None:
         return plan_of(LARGE, changed, on)
 
     assert not planned(settings).fits
-    found = remedies(settings, planned, has_media=True)
-    first = found[0]
-    assert "--quantize int4" in first.options and first.context > 0 and len(found) <= 3
-    asked = {"quantize": "int4", "max_batch": 10, "vision": False, "audio": False, "kv_dtype": "fp8"}
-    assert first.context == planned(settings.changed({**asked, "gpu_memory": 0.97})).context
-    assert any(remedy.options.startswith("--tensor-parallel") for remedy in found)
+    proposals = remedies(settings, planned, has_media=True)
+    first = proposals[0]
+    assert "--quantize int4" in first.options and first.context > 0 and len(proposals) <= 3
+    expected = {"quantize": "int4", "max_batch": 10, "vision": False, "audio": False, "kv_dtype": "fp8"}
+    assert first.context == planned(settings.changed({**expected, "gpu_memory": 0.97})).context
+    assert any(remedy.options.startswith("--tensor-parallel") for remedy in proposals)
 
 
 def test_the_table_of_the_gpu_guide_is_the_plan() -> None:

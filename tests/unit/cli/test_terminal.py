@@ -25,8 +25,8 @@ PASTED = "\x1b[201~"
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipeInput]:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    with create_pipe_input() as made:
-        yield made
+    with create_pipe_input() as pipe:
+        yield pipe
 
 
 def terminal(keys: PipeInput) -> PromptSession[str]:
@@ -59,8 +59,8 @@ def test_editing_history_and_completion(keys: PipeInput) -> None:
     assert [*terminal(keys).history.load_history_strings()] == ["hello world"]
     completer = first.completer
     assert completer is not None
-    found = completer.get_completions(Document("/sta"), CompleteEvent())
-    assert [each.text for each in found] == ["/stats"]
+    completions = completer.get_completions(Document("/sta"), CompleteEvent())
+    assert [each.text for each in completions] == ["/stats"]
 
 
 def test_ctrl_c_clears_a_half_typed_line_and_ends_on_an_empty_one(keys: PipeInput) -> None:

@@ -16,9 +16,9 @@ from outrider.types import OutriderError
 
 @pytest.mark.parametrize(("text", "low", "high"), [("2", 2, 2), ("2..8", 2, 8), ("1..1", 1, 1)])
 def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None:
-    made = ReplicaCount.parse(text)
-    assert (made.low, made.high) == (low, high)
-    assert ReplicaCount.parse(str(made)) == made
+    count = ReplicaCount.parse(text)
+    assert (count.low, count.high) == (low, high)
+    assert ReplicaCount.parse(str(count)) == count
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,13 @@ def test_files_and_the_command(tmp_path: Path) -> None:
         "routing: least-loaded",
         "wait: 5.0",
     ]
-    for text, told in (("model: [", "is not YAML"), ("- 1", "must hold fields"), ("replicas: 2", "model is missing")):
+    for text, message in (
+        ("model: [", "is not YAML"),
+        ("- 1", "must hold fields"),
+        ("replicas: 2", "model is missing"),
+    ):
         file.write_text(text)
-        with pytest.raises(OutriderError, match=told) as caught:
+        with pytest.raises(OutriderError, match=message) as caught:
             ClusterConfig.read(file, {})
         assert "\n" not in str(caught.value)
     with pytest.raises(OutriderError, match="cannot read"):

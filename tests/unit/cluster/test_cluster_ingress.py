@@ -137,9 +137,9 @@ def events(body: bytes) -> list[Any]:
 
 
 def value(ingress: Ingress, name: str) -> float:
-    found = ingress.registry.get_sample_value(name)
-    assert found is not None
-    return found
+    sample = ingress.registry.get_sample_value(name)
+    assert sample is not None
+    return sample
 
 
 def test_answers_and_refusals_are_a_single_servers() -> None:
@@ -176,10 +176,10 @@ def test_a_death_in_a_stream_ends_it_with_an_error_event(path: str) -> None:
     async def run() -> None:
         pair = Pair("dies")
         async with pair.up() as ingress:
-            asked: dict[str, object] = {"model": "fake", "stream": True}
-            asked |= {"input": "hi"} if "responses" in path else {"messages": CHAT["messages"]}
-            asked |= {"max_tokens": 400} if "messages" in path else {}
-            status, _, body = await ask(ingress, asked, path)
+            request: dict[str, object] = {"model": "fake", "stream": True}
+            request |= {"input": "hi"} if "responses" in path else {"messages": CHAT["messages"]}
+            request |= {"max_tokens": 400} if "messages" in path else {}
+            status, _, body = await ask(ingress, request, path)
             last = body.decode().strip().splitlines()[-1].removeprefix("data: ")
             assert status == 200 and "replica that wrote this answer is gone" in last and json.loads(last)
             assert len(pair.sent) == 1 and value(ingress, "outrider_cluster_broken_streams_total") == 1
@@ -267,10 +267,10 @@ def test_metrics_are_each_replicas_and_their_sum() -> None:
 
 def test_counts_of_many_that_are_gone_become_one_sum() -> None:
     totals = Totals()
-    own = CollectorRegistry()
+    registry = CollectorRegistry()
     for i in range(MAX_GONE + 40):
         text = "# HELP outrider_steps_total x\n# TYPE outrider_steps_total counter\noutrider_steps_total 2.0\n"
-        page = totals.text([Snapshot(f"r{i}", True, 0, text)], own).decode()
+        page = totals.text([Snapshot(f"r{i}", True, 0, text)], registry).decode()
         assert f"outrider_steps_total {2.0 * (i + 1)}" in page.splitlines()
     assert len(totals._last) == MAX_GONE + 1
 

@@ -94,18 +94,18 @@ def test_a_line_that_kills_gets_a_result_and_the_others_theirs(tmp_path: Path) -
     make = Makers(*(flaky(i, poison="p40") for i in range(9)))
     progress, rows = run(written(tmp_path, 60), tmp_path / "out.jsonl", make, workers=2, most=1)
     assert make.made == 1 + MAX_DEATHS and progress.failed == 3
-    [told] = [r for r in rows if r["custom_id"] == "r40"]
-    assert told["response"]["status_code"] == 500 and "3 workers were lost" in json.dumps(told)  # type: ignore[index]
+    [result] = [r for r in rows if r["custom_id"] == "r40"]
+    assert result["response"]["status_code"] == 500 and "3 workers were lost" in json.dumps(result)  # type: ignore[index]
 
 
 def test_it_goes_on_where_a_local_run_was_stopped(tmp_path: Path) -> None:
     source = written(tmp_path, 30)
     out = tmp_path / "out.jsonl"
     run(source, out, Makers(flaky(2)), workers=1, most=8)
-    kept = out.read_text().splitlines()[:17]
-    out.write_text("\n".join(kept) + '\n{"id": "torn')
+    lines = out.read_text().splitlines()[:17]
+    out.write_text("\n".join(lines) + '\n{"id": "torn')
     progress, _ = run(source, out, Makers(flaky(3)), workers=2, most=16)
-    assert progress.resumed == 17 and out.read_text().splitlines()[:17] == kept
+    assert progress.resumed == 17 and out.read_text().splitlines()[:17] == lines
 
 
 def test_a_worker_that_cannot_be_made_ends_the_run(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ MODELS = {name: tiny_model(name, ops=SlottedOps(threads=1)) for name in ("dense"
 def pool(variant: str, folder: Path, slots: int = 8) -> AdapterPool:
     model = MODELS[variant]
     load = lambda name, path: load_adapter(name, path, model.config, model.ops, model.dtype, model.device)  # noqa: E731
-    made = AdapterPool(model, load, slots)
+    adapters = AdapterPool(model, load, slots)
     for i, name in enumerate(NAMES):
-        made.add(name, str(write_adapter(model.config, folder / variant / name, seed=i, rank=RANKS[i])))
-    return made
+        adapters.add(name, str(write_adapter(model.config, folder / variant / name, seed=i, rank=RANKS[i])))
+    return adapters
 
 
 def engine_of(variant: str, adapters: AdapterPool, graphs: bool) -> Engine:
@@ -76,19 +76,19 @@ def graphs_of(engine: Engine) -> GraphExecutor:
 def test_a_mixed_batch_has_the_bits_of_each_request_alone(variant: str, tmp_path: Path) -> None:
     """Four adapters and none in one captured step, with two slots to begin with: slots are taken over, and made."""
     adapters = pool(variant, tmp_path, slots=2)
-    told = dict[str, list[Any]]()
+    events = dict[str, list[Any]]()
     alone = dict[str, list[int]]()
     who = [None, *NAMES, "a", None, "b"]
     for i, name in enumerate(who):
         eager = engine_of(variant, adapters, graphs=False)
-        alone |= run_joining(eager, [(0, request(i, name))], logprobs=told)
+        alone |= run_joining(eager, [(0, request(i, name))], logprobs=events)
     assert alone["1"] != run_joining(engine_of(variant, adapters, False), [(0, request(1, None))])["1"]
     for k, tree in ((0, None), (1, None), (4, None), (16, None), (3, 7)):
         engine = engine_of(variant, adapters, graphs=True)
         mixed = dict[str, list[Any]]()
         jobs = [(i % 3, request(i, name, k, tree)) for i, name in enumerate(who)]
         assert run_joining(engine, jobs, logprobs=mixed) == alone, (k, tree)
-        assert tree or mixed == told, (k, tree)
+        assert tree or mixed == events, (k, tree)
         assert any(key.nodes and key.adapted for key in graphs_of(engine).cache.graphs) == bool(tree)
         assert any(key.adapted for key in graphs_of(engine).cache.graphs), "no adapted step went through a graph"
     assert adapters.slots is not None and adapters.slots.count == 4

@@ -27,9 +27,9 @@ SWITCH = (
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
-    made = TemplateProcess(SWITCH, seconds=3.0, memory=256 << 20)
-    yield made
-    made.close()
+    template = TemplateProcess(SWITCH, seconds=3.0, memory=256 << 20)
+    yield template
+    template.close()
 
 
 @pytest.mark.parametrize("how", ["loop", "double", "repeat", "wide", "long", "raise"])
@@ -41,16 +41,16 @@ def test_a_template_without_bounds_ends_its_own_request(process: TemplateProcess
 
 def test_the_text_is_the_same_as_without_the_process() -> None:
     process = TemplateProcess(GEMMA_TEMPLATE)
-    given = {"messages": HI, "tools": [{"name": "f", "x": [1, 2.5, None, "<é>"]}], "add_generation_prompt": True}
+    options = {"messages": HI, "tools": [{"name": "f", "x": [1, 2.5, None, "<é>"]}], "add_generation_prompt": True}
     try:
-        assert process.render(given) == ChatTemplate(GEMMA_TEMPLATE).render(given)
+        assert process.render(options) == ChatTemplate(GEMMA_TEMPLATE).render(options)
     finally:
         process.close()
     with pytest.raises(jinja2.TemplateError):
-        process.render(given)
+        process.render(options)
     broken = TemplateProcess("{% for %}")
     with pytest.raises(jinja2.TemplateError, match="Expected an expression"):
-        broken.render(given)
+        broken.render(options)
     broken.close()
 
 

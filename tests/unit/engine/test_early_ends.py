@@ -92,8 +92,8 @@ class Knows(Drafter):
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "T0.8"])
 def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
     ids = ["a", "b", "c"]
-    asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate(ids)]
-    want = run(tiny_engine(model=MODEL, names=()), asked)
+    requests = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate(ids)]
+    want = run(tiny_engine(model=MODEL, names=()), requests)
     drafter = Knows(want)
     controller = Told("knows", 0.4, 0.3)
     engine = tiny_engine(drafter=drafter, model=MODEL, names=(), k=None)
@@ -102,7 +102,7 @@ def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
     logits = engine.model.logits
     engine.model.logits = lambda hidden: (rows.append(hidden.shape[0]), logits(hidden))[1]
     try:
-        assert run(engine, asked) == want
+        assert run(engine, requests) == want
     finally:
         engine.model.logits = logits
     drafted = [k for k, _, _ in controller.observed]
@@ -143,14 +143,14 @@ class Beside(Told):
 def test_beside_a_longer_copy_nothing_is_said_of_tokens_that_were_not_drafted() -> None:
     """The row of confidences is as long as the longest draft of the step; what lies behind a shorter one is no token
     left out."""
-    asked = [request("a", [3, 5] * 6), request("b", PROMPT)]
-    want = run(tiny_engine(model=MODEL, names=()), asked)
+    requests = [request("a", [3, 5] * 6), request("b", PROMPT)]
+    want = run(tiny_engine(model=MODEL, names=()), requests)
     controller = Beside("knows")
     engine = tiny_engine(drafter=Whole(want), model=MODEL, k=None)
     engine.policy.controller = controller
-    assert run(engine, asked) == want and engine.metrics.drafter_failures == 0
-    told = [sure for _, _, sure in controller.observed if sure is not None]
-    assert controller.copies and max(map(len, told)) == 2 and all(p == 0.5 for sure in told for p in sure)
+    assert run(engine, requests) == want and engine.metrics.drafter_failures == 0
+    confidences = [sure for _, _, sure in controller.observed if sure is not None]
+    assert controller.copies and max(map(len, confidences)) == 2 and all(p == 0.5 for sure in confidences for p in sure)
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "T0.8"])
@@ -162,7 +162,7 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
     compiled = ops.compile_drafter(
         MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, ops, None, seed=4), ops, model)
     )
-    asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]
+    requests = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]
     texts = []
     mean = []
     for stop, drop in ((0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (1.0, 0.0), (1.0, 1.0)):
@@ -171,11 +171,11 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
         engine = Engine(
             model, None, settings, SpecConfig(None), MTPDrafter(compiled, model), controller, KVOptions(torch.float16)
         )
-        texts.append(run(engine, asked))
-        told = [(k, sure) for k, _, sure in controller.observed if sure is not None]
-        assert told and engine.metrics.drafter_failures == 0
-        assert all(0.0 <= p <= 1.0 for _, sure in told for p in sure)
-        mean.append(sum(k for k, _ in told) / len(told))
+        texts.append(run(engine, requests))
+        confidences = [(k, sure) for k, _, sure in controller.observed if sure is not None]
+        assert confidences and engine.metrics.drafter_failures == 0
+        assert all(0.0 <= p <= 1.0 for _, sure in confidences for p in sure)
+        mean.append(sum(k for k, _ in confidences) / len(confidences))
     assert all(text == texts[0] for text in texts)
     assert mean[0] > mean[1] > mean[2] and mean[3:] == [1.0, 0.0], (
         "off; each token rated below 1; the last is kept by stop alone"

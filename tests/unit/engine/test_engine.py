@@ -165,13 +165,13 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
 def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
     prefill = PrefillBudget(1024, batched=8192, with_decodes=512)
     scheduler = Scheduler(CountingCache(256, 1 << 20), 256, prefill, 32, 1 << 30, FixedDrafts())
-    made = [Sequence(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
+    sequences = [Sequence(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
 
     def step(decoding: int, waiting: int) -> list[int]:
         """Prompt tokens of each sequence in a step."""
         for seq in [*scheduler.running]:
             scheduler.remove(seq)
-        for i, seq in enumerate(made[: decoding + waiting]):
+        for i, seq in enumerate(sequences[: decoding + waiting]):
             scheduler.add(seq)
             scheduler._admit()
             seq.computed = len(seq.tokens) - 1 if i < decoding else 0

@@ -33,8 +33,10 @@ def engine_of(shape: str, kind: str) -> Engine:
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf(SHAPES[shape])
     model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
-    own = replace(design.plain(config, reads=(0, 2), intermediate=64), clusters=8, cluster_top=3)
-    net = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    drafter_config = replace(design.plain(config, reads=(0, 2), intermediate=64), clusters=8, cluster_top=3)
+    net = ops.compile_drafter(
+        MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, ops, None, seed=4), ops, model)
+    )
     settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=32, graphs=kind == "graphs")
     controller = Controller(CostTable(), ("mtp", "ngram"))
     engine = Engine(
@@ -49,7 +51,7 @@ def engine_of(shape: str, kind: str) -> Engine:
 @pytest.mark.parametrize("shape", ["llama", "sliding"])
 @pytest.mark.parametrize("kind", ["eager", "host", "graphs"])
 def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape: str) -> None:
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.1, "top_k": 7, "seed": 2}, {"repetition_penalty": 1.2},
         {"logprobs": 2},
         {"temperature": 0.6, "seed": 5, "min_tokens": 6, "stop_token_ids": (9, 11)},
@@ -57,7 +59,8 @@ def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape:
     ks = (3, None, 5, 0, 2, 16)
     drafters = ("mtp", True, "ngram", True, True, True)
     jobs = [
-        request(str(i), PROMPT[i:] + [20 + i], k=ks[i], drafter=drafters[i], **params) for i, params in enumerate(asked)
+        request(str(i), PROMPT[i:] + [20 + i], k=ks[i], drafter=drafters[i], **params)
+        for i, params in enumerate(options)
     ]
     got = run(engine_of(shape, kind), jobs)
     for job in jobs:

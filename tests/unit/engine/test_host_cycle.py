@@ -68,10 +68,10 @@ def engines(
         MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, ops, None, seed=4), ops, model)
     )
     settings = EngineConfig(max_batch=max_batch, max_context=256, page_size=16, prefill_chunk=32)
-    made = []
+    pair = []
     for _ in range(2):
         controller = Controller(CostTable(), ("mtp", "ngram"))
-        made.append(
+        pair.append(
             Engine(
                 model,
                 None,
@@ -82,9 +82,9 @@ def engines(
                 KVOptions(torch.float16),
             )
         )
-    assert [e.name for e in made[0].executors] == ["host", "eager"]
-    made[1].executors = made[1].executors[1:]
-    return made[0], made[1]
+    assert [e.name for e in pair[0].executors] == ["host", "eager"]
+    pair[1].executors = pair[1].executors[1:]
+    return pair[0], pair[1]
 
 
 def cycle_of(engine: Engine) -> Any:
@@ -121,13 +121,13 @@ def recorded_batches(engine: Engine) -> list[int]:
 def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], params: dict[str, Any]) -> None:
     """Sequences that draft differently side by side: by the drafter, by a match, not at all; some end before others."""
     one, many = engines(shape, taps)
-    asked = [
+    requests = [
         request("a", PROMPT, k=3, drafter="mtp", **params),
         request("b", PROMPT[2:], k=5, drafter="ngram", **params),
         request("c", PROMPT[4:], drafter=False, **params),
         request("d", PROMPT[1:], k=1, **{**params, "max_tokens": 9}),
     ]
-    assert run(one, asked) == run(many, asked)
+    assert run(one, requests) == run(many, requests)
     assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
     assert one.metrics.accepted_by_position == many.metrics.accepted_by_position
     assert torch.equal(one.runner.features, many.runner.features)
@@ -139,13 +139,13 @@ def test_logprobs_in_one_call(shape: str) -> None:
     plain decoding."""
     one, many = engines(shape)
     prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
-    asked = [
+    requests = [
         request("a", prompt, k=3, drafter="mtp", logprobs=5),
         request("b", prompt[2:], k=5, drafter="ngram", logprobs=0, temperature=0.8, seed=3, top_p=0.9),
         request("c", prompt[4:], k=4, drafter="mtp", temperature=1.3, seed=7),
         request("d", prompt[1:], k=4, drafter="mtp", logprobs=8, temperature=1.3, seed=9, max_tokens=30),
     ]
-    asked[3].tree = 12
+    requests[3].tree = 12
 
     def told(engine: Engine, jobs: list[Request]) -> dict[str, list[tuple[int, dict[int, float]]]]:
         out: dict[str, list[tuple[int, dict[int, float]]]] = {job.id: [] for job in jobs}
@@ -158,10 +158,10 @@ def test_logprobs_in_one_call(shape: str) -> None:
         return out
 
     rows = recorded_batches(one)
-    got = told(one, asked)
+    got = told(one, requests)
     assert max(rows) == 4 and one.metrics.accepted > 0, "nobody was sent the long way"
-    assert got == told(many, asked)
-    plain = [Request(job.id, job.prompt, job.params, 0, False) for job in asked]
+    assert got == told(many, requests)
+    plain = [Request(job.id, job.prompt, job.params, 0, False) for job in requests]
     assert got == {name: line for job in plain for name, line in told(many, [job]).items()}
     assert all(next(iter(top)) == token and len(top) in (5, 6) for token, top in got["a"])
 
@@ -201,26 +201,27 @@ def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, 
     one, many = engines(shape, taps, clusters=8 if shape == "llama" else 0)
     prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
     params = {**params, "max_tokens": 30}
-    asked = [
+    requests = [
         request("a", prompt, k=3, drafter="mtp", **params),
         request("b", prompt[2:], k=5, drafter="ngram", **params),
         request("c", prompt[4:], k=4, drafter="mtp", **params),
         request("d", prompt[1:], k=1, **{**params, "max_tokens": 9}),
     ]
-    for job, nodes in zip(asked, (9, 0, 16, 5)):
+    for job, nodes in zip(requests, (9, 0, 16, 5)):
         job.tree = nodes
-    got = run(one, asked)
+    got = run(one, requests)
     plain = [
-        request(job.id, job.prompt, drafter=False, **{**params, "max_tokens": job.params.max_tokens}) for job in asked
+        request(job.id, job.prompt, drafter=False, **{**params, "max_tokens": job.params.max_tokens})
+        for job in requests
     ]
     assert got == run(many, plain)
-    assert run(many, asked) == got and many.metrics.trees > 0
+    assert run(many, requests) == got and many.metrics.trees > 0
     assert one.metrics.trees > 0 and (one.metrics.branched > 0 or not shape.startswith("few"))
     settings = replace(one.config, graphs=True)
     controller = Controller(CostTable(), ("mtp", "ngram"))
     captured = Engine(one.model, None, settings, SpecConfig(None), one.drafter, controller, KVOptions(torch.float16))
     assert (
-        run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]}
+        run(captured, [job for job in requests if job.id in "ac"]) == {"a": got["a"], "c": got["c"]}
         and captured.metrics.trees > 0
     )
 

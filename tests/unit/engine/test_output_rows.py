@@ -33,8 +33,8 @@ MODELS = {name: tiny_model(name, ops=OPS) for name in ("edge", "dense", "moe", "
 
 
 def same_cache(a: PagedKV, b: PagedKV) -> bool:
-    held = zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True)
-    return all(x is None or torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in held)  # type: ignore[union-attr]
+    tensors = zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True)
+    return all(x is None or torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in tensors)  # type: ignore[union-attr]
 
 
 shapes = st.tuples(
@@ -134,29 +134,29 @@ def jobs(engine: Engine, settings: dict[str, Any]) -> dict[str, list[int]]:
     pre-emption."""
     engine.prefill.observe = lambda rows, seconds: None  # type: ignore[method-assign]  # its budget follows the clock
     shared = prompts(1, 40)[0]
-    asked = [
+    options = [
         request(str(i), p, k=i % 4, max_tokens=12, **settings)
         for i, p in enumerate([*prompts(4, 33), shared, [*shared, 5, 9, 3]])
     ]
-    return run_joining(engine, [(i if i < 5 else 12, r) for i, r in enumerate(asked)])
+    return run_joining(engine, [(i if i < 5 else 12, r) for i, r in enumerate(options)])
 
 
 @pytest.mark.parametrize("room", [{}, {"kv_tokens": 132}], ids=["roomy", "crowded"])
 def test_the_engine_says_the_same(room: dict[str, Any]) -> None:
-    told = []
+    answers = []
     work = []
     metrics = []
     for whole in (True, False):
         counting = Counting("edge", whole)
         engine = tiny_engine("edge", mtp_drafter(counting.model, "edge"), model=counting.model, **room)
-        told.append(jobs(engine, {"temperature": 0.8, "seed": 3}))
+        answers.append(jobs(engine, {"temperature": 0.8, "seed": 3}))
         work.append(counting.rows)
         metrics.append(
             (engine.metrics.drafted, engine.metrics.accepted, engine.metrics.preemptions, engine.metrics.cached_tokens)
         )
         assert (engine.metrics.preemptions > 0) == bool(room) and (engine.metrics.cached_tokens > 0 or room)
         assert 0 in counting.wanted and any(n > 0 for n in counting.wanted)
-    assert told[0] == told[1]
+    assert answers[0] == answers[1]
     assert metrics[0] == metrics[1], "drafts start from the same bits, so they are the same too"
     assert work[1] < work[0]
 
@@ -220,7 +220,7 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     net = OPS.compile_drafter(
         MTPNet(drafter_config, dummy_weights(drafter_config, "cpu", torch.float32, OPS, None, seed=4), OPS, model)
     )
-    told = []
+    answers = []
     metrics = []
     for whole in (True, False):
 
@@ -234,7 +234,7 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
         model.forward = ran
         engine = tiny_engine("", MTPDrafter(net, model), model=model, page_size=16, **room)
         assert engine.executors[0].name == "host"
-        told.append(jobs(engine, {}))
+        answers.append(jobs(engine, {}))
         metrics.append((engine.metrics.drafted, engine.metrics.accepted, engine.metrics.preemptions))
         assert (engine.metrics.preemptions > 0) == bool(room)
-    assert told[0] == told[1] and metrics[0] == metrics[1]
+    assert answers[0] == answers[1] and metrics[0] == metrics[1]

@@ -65,8 +65,10 @@ def test_a_captured_pass_leaves_the_bits_of_any_other(
             for group, table in engine.store.tables.items():
                 pages = table[slot, : -(-(len(prompt) - 1) // 4)].long()
                 layers = models[variant].config.layers
-                held = [k for layer, k in zip(layers, engine.store.keys) if k is not None and layer.attn.group == group]
-                seen += [keys[pages].clone() for keys in held]
+                full_keys = [
+                    k for layer, k in zip(layers, engine.store.keys) if k is not None and layer.attn.group == group
+                ]
+                seen += [keys[pages].clone() for keys in full_keys]
         left.append(seen)
         if graphs:
             keys = captured(engine).cache.graphs

@@ -89,12 +89,12 @@ def test_pages_come_back_into_whatever_is_free(tmp_path: Path) -> None:
     again = engine(tmp_path)
     asked(first)
     pool = again.store.groups["full"].pool
-    taken = [pool.alloc() for _ in range(60)]
-    for page in taken[::3] + taken[1::3]:
+    pages = [pool.alloc() for _ in range(60)]
+    for page in pages[::3] + pages[1::3]:
         pool.release(page)
     for _ in again.store.disk.restore(chain(again), len(PROMPT) - 1, 16):
         pass
-    for page in taken[2::3]:
+    for page in pages[2::3]:
         pool.release(page)
     again.check()
     count, wrote = first.store.prefix.match(chain(first), 80, 16)

@@ -54,17 +54,17 @@ def test_streams_in_turn_and_an_answer_between(llm: LLM) -> None:
 
 def test_threads_share_a_model(llm: LLM) -> None:
     alone = [llm.generate(prompt, PARAMS)[0].token_ids for prompt in PROMPTS]
-    found: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
 
     def ask(i: int) -> None:
-        found[i] = llm.generate(PROMPTS[i % 3], PARAMS)[0].token_ids
+        tokens[i] = llm.generate(PROMPTS[i % 3], PARAMS)[0].token_ids
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {i: alone[i % 3] for i in range(6)}
+    assert tokens == {i: alone[i % 3] for i in range(6)}
     assert not llm.engine.busy
     llm.engine.check()
 

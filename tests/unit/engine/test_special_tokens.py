@@ -101,16 +101,16 @@ KINDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 def backend(style: str, controls: tuple[str, ...], marks: tuple[str, ...]) -> Backend:
     bytewise = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made: Backend
+    result: Backend
     if style == "bytes":  # merges that reach over the edges of messages, if they may
         pairs = [("Ġ", "H"), ("e", "n"), ("en", "d"), ("Ċ", "Ċ"), ("<", "|"), ("|", ">"), ("<", "t"), (">", "Ċ")]
         names = ["<pad>", "<eos>", "<bos>", "<unk>", *bytewise, *(a + b for a, b in pairs)]
-        made = Backend(models.BPE({t: i for i, t in enumerate(names)}, pairs, unk_token="<unk>", ignore_merges=True))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        result = Backend(models.BPE({t: i for i, t in enumerate(names)}, pairs, unk_token="<unk>", ignore_merges=True))
+        result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        result.decoder = decoders.ByteLevel()
     elif style == "pieces":  # SentencePiece-like; the control tokens stand in the vocabulary, as in Gemma and Llama 2
         pairs = [("▁", "H"), ("e", "n"), ("en", "d"), ("<", "|"), ("|", ">"), ("<t", "urn|>"), ("<", "t")]
-        own = [
+        control = [
             "<pad>",
             "<eos>",
             "<bos>",
@@ -122,24 +122,24 @@ def backend(style: str, controls: tuple[str, ...], marks: tuple[str, ...]) -> Ba
             "<turn|>",
         ]
         letters = [chr(c) for c in range(33, 127)] + ["▁"]
-        vocab = {t: i for i, t in enumerate(dict.fromkeys([*own, *letters, *(a + b for a, b in pairs)]))}
-        made = Backend(models.BPE(vocab, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        made.decoder = decoders.Sequence(
+        vocab = {t: i for i, t in enumerate(dict.fromkeys([*control, *letters, *(a + b for a, b in pairs)]))}
+        result = Backend(models.BPE(vocab, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        result.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        result.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
     else:  # Unigram, which would find a control token among its own pieces
         pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *controls, *(chr(c) for c in range(33, 127)), "▁"]
-        made = Backend(models.Unigram([(p, -1.0 - (len(p) == 1)) for p in pieces], 3))
-        made.normalizer = normalizers.NFKC()
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        made.decoder = decoders.Metaspace(prepend_scheme="first")
+        result = Backend(models.Unigram([(p, -1.0 - (len(p) == 1)) for p in pieces], 3))
+        result.normalizer = normalizers.NFKC()
+        result.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        result.decoder = decoders.Metaspace(prepend_scheme="first")
     folded = style == "unigram"  # found after normalising: a full-width bracket spells one too
-    made.add_special_tokens(
+    result.add_special_tokens(
         [AddedToken(t, special=True, normalized=folded) for t in ("<pad>", "<eos>", "<bos>", *controls)]
     )
-    made.add_tokens([AddedToken(t, special=False, normalized=False) for t in marks])
-    return made
+    result.add_tokens([AddedToken(t, special=False, normalized=False) for t in marks])
+    return result
 
 
 CACHE: dict[tuple[str, str], Tokenizer] = {}

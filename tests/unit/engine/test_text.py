@@ -157,11 +157,11 @@ def template(tokenizer: Tokenizer, text: str) -> Tokenizer:
 
 
 def test_template_helpers(tokenizer: Tokenizer) -> None:
-    made = template(
+    rendered = template(
         tokenizer,
         "{{ strftime_now('%Y')|length }} {{ tools|tojson }} {{ eos_token }}{% generation %}x{% endgeneration %}",
     )
-    assert made.render([], tools=[{"a": "<é>"}]) == '4 [{"a": "<é>"}] <eos>x'
+    assert rendered.render([], tools=[{"a": "<é>"}]) == '4 [{"a": "<é>"}] <eos>x'
     loop = template(
         tokenizer,
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ extra }}",

@@ -111,8 +111,8 @@ def test_the_parts_of_a_file_are_the_whole(name: str, tmp_path: Path) -> None:
         else:  # q is divided, K/V heads may be kept by both
             i = int(key.split(".")[1])
             rows = config.layers[i].attn.heads * config.layers[i].attn.head_dim
-            mine = [c.layers[i].attn.heads * c.layers[i].attn.head_dim for c, _, _ in loaded]
-            assert torch.equal(torch.cat([t[:n] for t, n in zip(tensors, mine)]), weight[:rows]), key
+            widths = [c.layers[i].attn.heads * c.layers[i].attn.head_dim for c, _, _ in loaded]
+            assert torch.equal(torch.cat([t[:n] for t, n in zip(tensors, widths)]), weight[:rows]), key
             assert all(t.shape[0] == (c.layers[i].attn.qkv_rows) for t, (c, _, _) in zip(tensors, loaded)), key
 
 

@@ -90,8 +90,8 @@ def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     used = {*range(1, 100), 3000}
     free = [row for row in range(1, 10 * 512) if row not in used]
     assert ahead.give_back(free[:-1][: ahead._rows + 5]) == 0, "too little to be worth it"
-    given = ahead.give_back(free)
-    assert given > 2 * 7 * HUGE and ahead.bytes == 2 * 10 * HUGE - given
+    returned = ahead.give_back(free)
+    assert returned > 2 * 7 * HUGE and ahead.bytes == 2 * 10 * HUGE - returned
     assert all(not present(t, 5000) and not present(t, 2999 - 1) and present(t, 400) for t in tensors)
     assert tensors[1][3000].eq(7).all() and not tensors[1][5000].any()
     assert ahead.give_back(free) == 0, "once is enough"
@@ -152,10 +152,10 @@ def test_answers_are_the_same_after_memory_went_back(monkeypatch: pytest.MonkeyP
     settle()
     before = engine.metrics.kv_bytes
     used = engine.metrics.free_pages["full"]
-    given = engine.tidy(0.0)
+    returned = engine.tidy(0.0)
     engine.check()
     keys = store.keys[0]
-    assert keys is not None and given > before // 2 and engine.metrics.kv_bytes == before - given
+    assert keys is not None and returned > before // 2 and engine.metrics.kv_bytes == before - returned
     assert engine.metrics.free_pages["full"] > used and not store.prefix.entries
     assert [present(keys, page) for page in (1, 20)] == [True, False]
     assert run(engine, jobs) == first

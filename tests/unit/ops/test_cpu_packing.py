@@ -100,10 +100,10 @@ def test_fused_parts(ops: CpuOps, kinds: tuple[str, ...], n: int, caplog: pytest
 def test_file_pages_are_given_back_as_rows_are_packed(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.ops.cpu.packing.SLICE", 4096)
     p = part("Q4_K", 100, 512)
-    given = []
-    w = ops.packer.pack([replace(p, release=lambda lo, hi: given.append((lo, hi)))])
+    released = []
+    w = ops.packer.pack([replace(p, release=lambda lo, hi: released.append((lo, hi)))])
     assert w is not None and torch.equal(ops.unpack(w), p.dense())
-    assert given == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 80), (80, 96), (96, 100)]
+    assert released == [(0, 16), (16, 32), (32, 48), (48, 64), (64, 80), (80, 96), (96, 100)]
 
 
 @pytest.mark.parametrize("kind", FILE_TYPES)

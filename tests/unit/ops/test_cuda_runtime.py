@@ -13,16 +13,16 @@ from outrider.ops.cuda import runtime
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the compiler was asked for; it gives the name back as machine code."""
-    asked: list[str] = []
+    sources: list[str] = []
 
     def image(source: str, arch: str, flags: dict[str, int | str]) -> bytes:
-        asked.append(f"{source} {arch} {flags}")
-        return asked[-1].encode()
+        sources.append(f"{source} {arch} {flags}")
+        return sources[-1].encode()
 
     monkeypatch.setattr(runtime, "image", image)
     monkeypatch.setattr(runtime, "compiler", lambda: None)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    return asked
+    return sources
 
 
 def test_a_kernel_is_compiled_once_for_each_set_of_flags(compiled: list[str]) -> None:

@@ -118,16 +118,16 @@ def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch
 
 def separators_outside_of_texts(body: bytes) -> int:
     """By definition: byte by byte."""
-    found = at = inside = 0
+    count = at = inside = 0
     while at < len(body):
         if inside and body[at] == ord("\\"):
             at += 1
         elif body[at] == ord('"'):
             inside = not inside
         else:
-            found += not inside and body[at] in b",:"
+            count += not inside and body[at] in b",:"
         at += 1
-    return found
+    return count
 
 
 def test_separators_are_counted_as_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +201,13 @@ def test_a_body_that_grows_too_large_is_told_as_such() -> None:
     async def more() -> Message:
         return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
 
-    told: list[Message] = []
+    messages: list[Message] = []
 
     async def send(message: Message) -> None:
-        told.append(message)
+        messages.append(message)
 
     settings = ServerSettings("m", max_body=1024)
     guard = RequestGuard(app, settings, lambda *_: None, Keys(settings))
     headers = [(b"host", b"localhost"), (b"transfer-encoding", b"chunked")]
     asyncio.run(guard({"type": "http", "method": "POST", "path": "/x", "headers": headers}, more, send))
-    assert [m["status"] for m in told if m["type"] == "http.response.start"] == [413]
+    assert [m["status"] for m in messages if m["type"] == "http.response.start"] == [413]

@@ -27,9 +27,9 @@ def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.
     async def run() -> None:
         executor = FairExecutor(1, 100)
         order = list[str]()
-        told = list[int]()
+        results = list[int]()
         tell = executor._tell
-        monkeypatch.setattr(executor, "_tell", lambda: (told.append(len(executor._done)), tell())[1])
+        monkeypatch.setattr(executor, "_tell", lambda: (results.append(len(executor._done)), tell())[1])
         first, end = await behind(executor, "a")
         work = [asyncio.create_task(executor.run(who, lambda who=who: order.append(who))) for who in "aaaabb"]  # type: ignore[misc]
         await asyncio.sleep(0)
@@ -37,7 +37,7 @@ def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.
         until(lambda: len(executor._done) == 7)  # the loop is busy while the thread works
         await asyncio.gather(first, *work)
         assert order in (list("ababaa"), list("bababa"[:2] + "abaa")), "the one with more to do waits for itself"
-        assert told == [7]
+        assert results == [7]
         assert not executor._waiting and not executor._busy and executor._idle == 1
         executor.close()
 

@@ -53,8 +53,8 @@ def port() -> Iterator[int]:
 
 
 def fetch(port: int, url: str, **more: object) -> bytes:
-    given = {"addresses": lambda host, _: ["127.0.0.1"], "public": lambda _: True, "MAX_BYTES": 1000} | more
-    with patch.multiple(media_fetch, **given):
+    options = {"addresses": lambda host, _: ["127.0.0.1"], "public": lambda _: True, "MAX_BYTES": 1000} | more
+    with patch.multiple(media_fetch, **options):
         return media_fetch.fetch(url, f"{HOST}:{port}", IMAGE)
 
 

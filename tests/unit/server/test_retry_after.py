@@ -68,7 +68,7 @@ def test_a_gate_and_a_desk_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def check() -> tuple[int | None, int | None]:
         gate = FairGate(1, 1, "a test")
-        told = []
+        seconds = []
         for _ in range(5):
             async with gate.enter("a"):
                 clock.now += 7.0
@@ -77,7 +77,7 @@ def test_a_gate_and_a_desk_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
             with pytest.raises(ApiError) as refused:
                 await gate.acquire("a")
-            told.append(refused.value.retry_after)
+            seconds.append(refused.value.retry_after)
             waiting.cancel()
         executor = FairExecutor(1, 1)
 
@@ -88,8 +88,8 @@ def test_a_gate_and_a_desk_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
             await executor.run("a", work)
         first = [asyncio.ensure_future(executor.run("a", work)) for _ in range(8)]
         done = await asyncio.gather(*first, return_exceptions=True)
-        told.append(next(e.retry_after for e in done if isinstance(e, ApiError)))
+        seconds.append(next(e.retry_after for e in done if isinstance(e, ApiError)))
         executor.close()
-        return told[0], told[1]
+        return seconds[0], seconds[1]
 
     assert asyncio.run(check()) == (7, 9)

@@ -126,12 +126,12 @@ def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_trial_ends_with_its_connection() -> None:
     """Nothing else would end it: here one that would take an hour."""
     alive, its_life = os.pipe()  # has an end when no process holds the other side any more
-    mine, its = socket.socketpair()
+    ours, its = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(alive)
-            mine.close()
+            ours.close()
             compiler: Any = None
             sandbox = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1)
             sandbox._try = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def test_a_trial_ends_with_its_connection() -> None:
     os.close(its_life)
     its.close()
     try:
-        mine.close()
+        ours.close()
         assert select.select([alive], [], [], 30)[0] == [alive] and os.read(alive, 1) == b""
         assert os.waitpid(pid, 0)[1] == 0
     finally:

@@ -138,12 +138,12 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_left_open_ends_with_the_tag(name: str) -> None:
     """It swallowed what followed, further calls included, up to the end of the text."""
-    block, found = BROKEN[name]
+    block, parts = BROKEN[name]
     text = f"<tool_call>{block}</tool_call>"
     last = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    assert calls(JsonCalls(), f"{text} tail {last}") == [*found, ("g", {})]
+    assert calls(JsonCalls(), f"{text} tail {last}") == [*parts, ("g", {})]
     shown = "".join(part for kind, part in run(JsonCalls(), f"{text} tail {last}") if kind == "content")
-    assert shown == (" tail" if found else f"{text} tail")
+    assert shown == (" tail" if parts else f"{text} tail")
 
 
 @pytest.mark.parametrize(

@@ -245,11 +245,11 @@ def test_the_request_then_the_model_then_the_protocol() -> None:
     plain = tokenizer()
     advised = tokenizer()
     advised.files = replace(advised.files, sampling={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
-    asked = ollama.parse_chat(json.dumps({"messages": MESSAGES}).encode())
+    body = ollama.parse_chat(json.dumps({"messages": MESSAGES}).encode())
     assert sampled(plain, ChatRequest(messages=MESSAGES)) == (0.7, 1.0, 0, 0.0)
     assert sampled(plain, CompletionRequest(prompt="x")) == (0.7, 1.0, 0, 0.0)
-    assert sampled(plain, asked) == (0.8, 0.9, 40, 0.0)
-    assert sampled(advised, ChatRequest(messages=MESSAGES)) == sampled(advised, asked) == (0.6, 0.95, 20, 0.0)
+    assert sampled(plain, body) == (0.8, 0.9, 40, 0.0)
+    assert sampled(advised, ChatRequest(messages=MESSAGES)) == sampled(advised, body) == (0.6, 0.95, 20, 0.0)
     request = ChatRequest(messages=MESSAGES, temperature=0, top_p=1, top_k=-1, min_p=0.1)
     assert sampled(plain, request) == sampled(advised, request) == (0.0, 1.0, 0, 0.1)
     assert sampled(advised, ChatRequest(messages=MESSAGES, temperature=1.5)) == (1.5, 0.95, 20, 0.0)
@@ -270,9 +270,9 @@ ADVICE: list[tuple[dict[str, Any], dict[str, float]]] = [
 def test_what_a_checkpoint_advises(tmp_path: Path, i: int) -> None:
     from outrider.weights.files import sampling_of
 
-    given, found = ADVICE[i]
-    (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    assert sampling_of(tmp_path) == found
+    metadata, advice = ADVICE[i]
+    (tmp_path / "generation_config.json").write_text(json.dumps(metadata))
+    assert sampling_of(tmp_path) == advice
     assert sampling_of(tmp_path / "nowhere") == {}
 
 
@@ -292,8 +292,8 @@ def test_a_suffix_stands_between_a_models_own_marks() -> None:
     first, second, third, pad = (tok.backend.token_to_id(t) for t in [*marks, "<|fim_pad|>"])
     assert request.prompt == [first, *tok.encode("ab"), second, *tok.encode("c"), third]
     assert {first, second, third, pad} <= set(request.params.stop_token_ids)
-    asked = ollama.parse_generate(json.dumps({"prompt": "ab", "suffix": "c"}).encode())
-    assert isinstance(asked, CompletionRequest) and preparer.job(asked).requests[0].prompt == request.prompt
+    parsed = ollama.parse_generate(json.dumps({"prompt": "ab", "suffix": "c"}).encode())
+    assert isinstance(parsed, CompletionRequest) and preparer.job(parsed).requests[0].prompt == request.prompt
     assert preparer.job(CompletionRequest(prompt="ab")).requests[0].params.stop_token_ids == ()
     with pytest.raises(ApiError, match="suffix"):
         preparer.job(CompletionRequest(prompt=[5], suffix="c"))

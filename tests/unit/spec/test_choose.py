@@ -127,10 +127,10 @@ def test_verifying_a_block_equals_committing_token_by_token():
         off = torch.arange(4).repeat(3)
         z = block.process(logits.view(12, V), seq, off, drafts).view(3, 4, V)
         step = sampling_batch(params, prompts, outputs, V, "cpu", [EOS])
-        own = torch.arange(3)
+        slots = torch.arange(3)
         none = torch.zeros(3, 0, dtype=torch.int64)
         for j in range(4):
-            assert torch.equal(step.process(logits[:, j], own, torch.zeros(3, dtype=torch.int64), none), z[:, j])
+            assert torch.equal(step.process(logits[:, j], slots, torch.zeros(3, dtype=torch.int64), none), z[:, j])
             if j < 3:
                 step.commit(drafts[:, j : j + 1], torch.ones(3, dtype=torch.int64))
         # and in one commit of different counts, which a rebuild must agree with
@@ -140,7 +140,9 @@ def test_verifying_a_block_equals_committing_token_by_token():
         again = sampling_batch(params, prompts, grown, V, "cpu", [EOS])
         assert (block.out_len is again.out_len is None) or torch.equal(block.out_len, again.out_len)
         first = torch.zeros(3, dtype=torch.int64)
-        assert torch.equal(block.process(logits[:, 0], own, first, none), again.process(logits[:, 0], own, first, none))
+        assert torch.equal(
+            block.process(logits[:, 0], slots, first, none), again.process(logits[:, 0], slots, first, none)
+        )
 
 
 def test_grammar_masks_and_wins_over_min_tokens():

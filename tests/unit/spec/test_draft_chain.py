@@ -38,9 +38,9 @@ def compiled(seed: int, coarse: bool = False, variant: str = "llama"):
 
 
 def stepwise(model, listed) -> AuditedDraftModel:
-    made = AuditedDraftModel(model, listed)
-    made.chain = None
-    return made
+    drafter = AuditedDraftModel(model, listed)
+    drafter.chain = None
+    return drafter
 
 
 @pytest.mark.parametrize("listed", [None, LISTED])
@@ -78,15 +78,15 @@ def test_drafts_end_in_the_call_where_they_end_step_by_step():
     trust = [(i + 0.5) / 16 for i in range(16)]
     sure = stepwise(model, LISTED).propose(batch(texts), 5).confidence
     for stop, drop in ((0.3, 0.1), (0.0, float(sure[0, 1])), (2.0, 0.0), (0.0, 2.0)):
-        made = []
+        drafts = []
         for drafter in (AuditedDraftModel(model, LISTED), stepwise(model, LISTED)):
             some = batch(texts)
             some.trust = trust
             some.plans = [DraftPlan("draft_model", 6, stop, each) for each in (drop, 0.0, drop)]
-            made.append(drafter.propose(some, 5))
-        assert made[0].lengths.tolist() == made[1].lengths.tolist()
-        for i, n in enumerate(made[0].lengths.tolist()):
-            assert made[0].tokens[i, :n].tolist() == made[1].tokens[i, :n].tolist()
+            drafts.append(drafter.propose(some, 5))
+        assert drafts[0].lengths.tolist() == drafts[1].lengths.tolist()
+        for i, n in enumerate(drafts[0].lengths.tolist()):
+            assert drafts[0].tokens[i, :n].tolist() == drafts[1].tokens[i, :n].tolist()
 
 
 REQUESTS = (
@@ -131,14 +131,14 @@ def test_a_draft_model_that_fails_leaves_its_requests_to_plain_decoding(monkeypa
 def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
     block = OPS.packer.arena.block
     rounded = OPS.coarse(OPS.quantize(torch.randn((64, 128)), "int8"))
-    held = OPS.packer.arena.block
+    arena_block = OPS.packer.arena.block
     assert (
         isinstance(rounded, PackedWeight)
         and rounded.c.kind == PackedKind.Q4_0
-        and held is not None
-        and (block is None or held is block)
+        and arena_block is not None
+        and (block is None or arena_block is block)
     )
-    assert not held.data_ptr() <= rounded.c.data < held.data_ptr() + held.numel()
+    assert not arena_block.data_ptr() <= rounded.c.data < arena_block.data_ptr() + arena_block.numel()
 
 
 def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
@@ -157,14 +157,14 @@ def test_weights_in_four_bits():
     dense = torch.randn(40, 64)
     dense[3] = 0.0
     eight = OPS.quantize(dense, "int8")
-    made = OPS.coarse(eight)
+    packed = OPS.coarse(eight)
     assert (
-        isinstance(made, PackedWeight)
-        and made.c.kind == PackedKind.Q4_0
-        and made.shape == (40, 64)
-        and OPS.coarse(made) is made
+        isinstance(packed, PackedWeight)
+        and packed.c.kind == PackedKind.Q4_0
+        and packed.shape == (40, 64)
+        and OPS.coarse(packed) is packed
     )
-    error = OPS.unpack(made) - dense
+    error = OPS.unpack(packed) - dense
     block = dense.view(-1, 32)
     naive = block / (block.abs().amax(1, keepdim=True) / 7).clamp(min=1e-9)
     naive = (naive.round() - naive) * (block.abs().amax(1, keepdim=True) / 7)

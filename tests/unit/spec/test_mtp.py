@@ -66,12 +66,12 @@ def propose(head: Head, batch: DraftBatch) -> Any:
 
 
 def test_noise_leads_to_the_clusters_that_hold_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = batch(1.0)
-    want = propose(Head(C), asked).tokens  # every cluster: the full head
-    led = propose(Head(6), asked).tokens
+    sampling = batch(1.0)
+    want = propose(Head(C), sampling).tokens  # every cluster: the full head
+    led = propose(Head(6), sampling).tokens
     monkeypatch.setattr(SamplingBatch, "cluster_bonus", lambda *_: None)
-    plain = propose(Head(6), asked).tokens
-    assert torch.equal(propose(Head(C), asked).tokens, want)
+    plain = propose(Head(6), sampling).tokens
+    assert torch.equal(propose(Head(C), sampling).tokens, want)
     right, before = (float((tokens[:, 0] == want[:, 0]).float().mean()) for tokens in (led, plain))
     assert right > before + 0.1 and right > 0.8, (right, before)
 

@@ -174,9 +174,9 @@ def test_recorded_answers_against_the_oracle_and_every_fixed_k():
         for trace in judged:
             by_prompt.setdefault(trace.id, []).append(fixed_seconds(trace, "mtp", 0, cost) / spent[trace.id])
         for category in {t.category for t in judged}:
-            mine = [t for t in judged if t.category == category]
-            best = min(sum(fixed_seconds(t, "mtp", k, cost) for t in mine) for k in range(9))
-            by_category.setdefault(category, []).append(best / sum(spent[t.id] for t in mine))
+            of_category = [t for t in judged if t.category == category]
+            best = min(sum(fixed_seconds(t, "mtp", k, cost) for t in of_category) for k in range(9))
+            by_category.setdefault(category, []).append(best / sum(spent[t.id] for t in of_category))
     assert min(sum(v) / len(v) for v in by_prompt.values()) >= 0.97
     assert min((sum(v) / len(v), c) for c, v in by_category.items())[0] >= 0.97
 
@@ -250,8 +250,8 @@ def test_a_useless_drafter_costs_three_percent_of_the_first_answer(machine, firs
     virtual time."""
     cost = measured() if machine == "measured" else MACHINES[machine]
     card = None if first is None else small_card(first)
-    given = {} if card is None else {"mtp": card}
-    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), given)
+    cards = {} if card is None else {"mtp": card}
+    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), cards)
     answer = Trace("first", "c", "mtp", (0,) * tokens, confidence=((0.9,) * 16,) * tokens)
     replayed = replay([answer], controller, cost)
     assert replayed.seconds["first"] <= 1.03 * plain(answer, cost)

@@ -51,7 +51,7 @@ def plan(count: int = 11) -> list[Task]:
 def whole() -> dict[tuple[int, int], list[int]]:
     """What the engine says undisturbed."""
     rows = prompts()
-    asked = [
+    requests = [
         request(
             f"{t.prompt}.{t.draw}",
             rows[t.prompt].tolist(),
@@ -62,15 +62,17 @@ def whole() -> dict[tuple[int, int], list[int]]:
         )
         for t in plan()
     ]
-    said = run_engine(tiny_engine(), asked)
+    said = run_engine(tiny_engine(), requests)
     return {t.key: said[f"{t.prompt}.{t.draw}"] for t in plan()}
 
 
 def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
-    asked = how(greedy_share=0.5, temperature=0.7, answers_per_prompt=2.0, answer_seed=3)
+    config = how(greedy_share=0.5, temperature=0.7, answers_per_prompt=2.0, answer_seed=3)
     heldout = heldout_prompts(prompts(200), 30)
-    tasks = plan_tasks(200, heldout, asked)
-    assert len(heldout) == 30 and tasks == plan_tasks(200, heldout, asked) and len({t.key for t in tasks}) == len(tasks)
+    tasks = plan_tasks(200, heldout, config)
+    assert (
+        len(heldout) == 30 and tasks == plan_tasks(200, heldout, config) and len({t.key for t in tasks}) == len(tasks)
+    )
     for count in (40, 100, 300):
         some = tasks[:count]
         aside = [t for t in some if t.prompt in heldout]
@@ -84,15 +86,15 @@ def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
 
 def test_a_longer_file_keeps_no_prompt_that_a_run_with_the_shorter_one_learnt_from() -> None:
     short = prompts(100)
-    rest = prompts(160, vocab=63)
-    both = Sequences.join([short, rest])
+    others = prompts(160, vocab=63)
+    both = Sequences.join([short, others])
     order = np.random.default_rng(1).permutation(len(both))
-    held = {short[i].tobytes() for i in heldout_prompts(short, 15)}
-    learnt = {short[i].tobytes() for i in range(100)} - held
+    heldout = {short[i].tobytes() for i in heldout_prompts(short, 15)}
+    learnt = {short[i].tobytes() for i in range(100)} - heldout
     mixed = both.select(order)
     for count in (5, 15, 40):
-        kept = [mixed[i].tobytes() for i in heldout_prompts(mixed, count)]
-        assert len(kept) == count and (count > 15 or not learnt.intersection(kept))
+        remaining = [mixed[i].tobytes() for i in heldout_prompts(mixed, count)]
+        assert len(remaining) == count and (count > 15 or not learnt.intersection(remaining))
 
 
 def test_a_prompt_that_stands_there_twice_is_kept_or_learnt_from_as_a_whole() -> None:
@@ -112,8 +114,8 @@ def test_prompts_of_another_file_are_kept_with_those_that_say_the_same() -> None
 
 
 def test_answers_are_the_engines(whole: dict[tuple[int, int], list[int]]) -> None:
-    made = list(answer_tasks(tiny_engine(max_batch=4), prompts(), plan(), 20))
-    assert {(a.prompt, a.draw): a.tokens for a in made} == whole and all(a.done for a in made)
+    answers = list(answer_tasks(tiny_engine(max_batch=4), prompts(), plan(), 20))
+    assert {(a.prompt, a.draw): a.tokens for a in answers} == whole and all(a.done for a in answers)
 
 
 @pytest.mark.parametrize("cut", ["stop", "deadline", "killed"])
@@ -161,9 +163,9 @@ def test_answering_goes_on_where_it_was(
 
 
 def test_progress_is_told_from_the_start() -> None:
-    told: list[tuple[int, int, int, float]] = []
-    list(answer_tasks(tiny_engine(max_batch=4), prompts(), plan(), 20, report=lambda *row: told.append(row)))
-    assert told[0] == (0, len(plan()), 0, 0.0) and told[-1][0] == len(plan()) and told[-1][2] > 0
+    reports: list[tuple[int, int, int, float]] = []
+    list(answer_tasks(tiny_engine(max_batch=4), prompts(), plan(), 20, report=lambda *row: reports.append(row)))
+    assert reports[0] == (0, len(plan()), 0, 0.0) and reports[-1][0] == len(plan()) and reports[-1][2] > 0
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -177,10 +179,10 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_an_answering_engine_takes_a_third_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_engine().model.config
-    asked = list[LoadSettings]()
+    received = list[LoadSettings]()
 
     def load(name: str, settings: LoadSettings, **_: object) -> SimpleNamespace:
-        asked.append(settings)
+        received.append(settings)
         return SimpleNamespace(engine=SimpleNamespace())
 
     monkeypatch.setattr(answers.LLM, "load", load)
@@ -192,4 +194,4 @@ def test_an_answering_engine_takes_a_third_of_the_free_memory(monkeypatch: pytes
     for slots in (64, 5):
         with answers.answering_engine(known, "cpu", torch.float32, slots=slots, longest=100):
             pass
-    assert [s.engine.max_batch for s in asked] == [12, 5]
+    assert [s.engine.max_batch for s in received] == [12, 5]

@@ -22,8 +22,8 @@ from outrider.weights.load import load_target
 
 
 def job(kind: str, **change: object) -> TrainConfig:
-    made = TrainConfig("t", Path("d"), Path("o"), kind=kind, layers=2, unroll=4, taps=(0, 2))
-    return replace(made, **change).resolved()
+    config = TrainConfig("t", Path("d"), Path("o"), kind=kind, layers=2, unroll=4, taps=(0, 2))
+    return replace(config, **change).resolved()
 
 
 def model_of(tmp_path: Path, name: str = "smollm2") -> TextModel:
@@ -59,8 +59,8 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
     data = sequences()
     batch = make_batch(data, np.arange(2), 4, share=0.6, seed=(1,))
     seen = capture(model, batch.ids, net.taps)
-    made = [g.detach() for g in net.unroll(net.cast(torch.float32), model, seen, batch, 4)]
-    assert len(made) == 4
+    states = [g.detach() for g in net.unroll(net.cast(torch.float32), model, seen, batch, 4)]
+    assert len(states) == 4
     run = BlockNet(config, {n: net.weight(n).detach() for n in net.names}, model.ops, model)
     line, at = batch.where(batch.anchors[0])
     assert len(line) == 14  # six tenths of 13 and of 10
@@ -80,7 +80,7 @@ def test_training_and_inference_agree(kind: str, window: int | None, target: str
                 h, feature = run.feature_step(token, feature, kv, own_rows, j - 1)
                 steps.append(h[0])
             wanted = torch.stack(steps)
-        mine = torch.stack([g[b, a - batch.first] for g in made])
+        mine = torch.stack([g[b, a - batch.first] for g in states])
         torch.testing.assert_close(mine, wanted, rtol=2e-4, atol=2e-4)
 
 

@@ -15,10 +15,14 @@ from outrider.types import OutriderError
 
 def some(count: int = 40, seed: int = 0) -> Sequences:
     rng = np.random.default_rng(seed)
-    given = rng.integers(1, 30, count)
-    made = rng.integers(0, 20, count)
+    num_given = rng.integers(1, 30, count)
+    num_answered = rng.integers(0, 20, count)
     return Sequences.of(
-        [rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200
+        [rng.integers(0, 200, a + b) for a, b in zip(num_given, num_answered, strict=True)],
+        num_given,
+        range(count),
+        num_answered > 9,
+        200,
     )
 
 
@@ -125,10 +129,16 @@ def test_batches_are_mostly_answers() -> None:
     """Catches: an order in which a batch that spans two lengths of prompts holds the longest and the shortest answers
     together."""
     rng = np.random.default_rng(0)
-    given = np.exp(rng.normal(5, 0.8, 4000)).astype(int).clip(20, 1000)
-    made = np.where(rng.random(4000) < 0.5, 256, rng.integers(4, 256, 4000))
-    data = Sequences.of([np.zeros(n, int) for n in given + made], given, range(4000), made > 9, 200)
+    prompt_lengths = np.exp(rng.normal(5, 0.8, 4000)).astype(int).clip(20, 1000)
+    answer_lengths = np.where(rng.random(4000) < 0.5, 256, rng.integers(4, 256, 4000))
+    data = Sequences.of(
+        [np.zeros(n, int) for n in prompt_lengths + answer_lengths],
+        prompt_lengths,
+        range(4000),
+        answer_lengths > 9,
+        200,
+    )
     queries = sum(
         len(b) * (data.lengths[b].max() - data.prompts[b].min() + 1) for b in plan_epoch(data, 4096, 16384, 0, 0)
     )
-    assert (made - 1).sum() > 0.8 * queries  # 0.78 where answers rise in every bucket
+    assert (answer_lengths - 1).sum() > 0.8 * queries  # 0.78 where answers rise in every bucket

@@ -52,15 +52,15 @@ def never() -> bool:
 def pairs(halt: Callable[[], bool] = never, seconds: float = 1e6) -> tuple[list[Gain], list[bool]]:
     prompts = Sequences.of([np.arange(8)] * 4, [4] * 4, range(4), [True] * 4, 8)
     model = Model()
-    found = list(timed_pairs(model, prompts, max_new=9, seconds=seconds, halt=halt))  # type: ignore[arg-type]
-    return found, model.runs[2:]  # without the two warm-up runs
+    timings = list(timed_pairs(model, prompts, max_new=9, seconds=seconds, halt=halt))  # type: ignore[arg-type]
+    return timings, model.runs[2:]  # without the two warm-up runs
 
 
 def test_both_sides_are_timed_in_turn_and_per_token() -> None:
     """A version that divided by all tokens made the side that emits more in its first cycle look faster."""
-    found, runs = pairs()
+    timings, runs = pairs()
     assert runs == [False, True, True, False] * 2
-    assert [gain.speedup for gain in found] == pytest.approx([2.0] * 4)
+    assert [gain.speedup for gain in timings] == pytest.approx([2.0] * 4)
 
 
 def test_time_and_a_signal_end_the_measurement() -> None:

@@ -50,15 +50,15 @@ def test_rotation_and_its_gradient() -> None:
     x = torch.randn(10, 3, 8, generator=r)
     up = torch.randn(3, 10, 8, generator=r)
     angle = torch.randn(5, 4, generator=r)
-    mine = x.clone().to(DEVICE).requires_grad_()
+    ours = x.clone().to(DEVICE).requires_grad_()
     theirs = x.clone().requires_grad_()
     want = plain_rotate(theirs, angle.cos().repeat(2, 1), angle.sin().repeat(2, 1)).transpose(0, 1)
-    got = Rotate.apply(mine, angle.cos().to(DEVICE), angle.sin().to(DEVICE)).transpose(0, 1)
+    got = Rotate.apply(ours, angle.cos().to(DEVICE), angle.sin().to(DEVICE)).transpose(0, 1)
     torch.testing.assert_close(got.cpu(), want)
     want.backward(up)
     got.backward(up.to(DEVICE))
-    assert mine.grad is not None and theirs.grad is not None
-    torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
 def test_four_bits_are_those_of_the_cpu() -> None:
@@ -78,16 +78,16 @@ def test_four_bits_of_all_matrices_at_once() -> None:
     r = torch.Generator().manual_seed(4)
     shapes = [(3, 64), (1, 32), (5, 96)]
     ups = []
-    mine, theirs = (
+    ours, theirs = (
         [w.clone().requires_grad_() for w in [torch.randn(s, generator=r) for s in shapes]] for _ in range(2)
     )
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(ours, theirs, strict=True):
         b.data.copy_(a.data)
         ups.append(torch.randn(a.shape, generator=r).bfloat16())
-    got = four_bits_all(mine, torch.bfloat16)
+    got = four_bits_all(ours, torch.bfloat16)
     want = [four_bits(w).to(torch.bfloat16) for w in theirs]
     torch.autograd.backward(got, ups)
     torch.autograd.backward(want, ups)
-    for a, b, x, y in zip(got, want, mine, theirs, strict=True):
+    for a, b, x, y in zip(got, want, ours, theirs, strict=True):
         assert torch.equal(a, b) and x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
     assert four_bits_all([], torch.float32) == []

@@ -92,11 +92,11 @@ def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (9, 17, 12)]
     data = Sequences.of(rows, (3, 5, 4), range(3), [True] * 3, tiny.VOCAB)
     batch = make_batch(data, np.array([2, 0, 1]), 2)
-    fresh, kept = (Recorder(model, data, (0, 2), (1,), keep) for keep in (False, True))
+    fresh, stored = (Recorder(model, data, (0, 2), (1,), keep) for keep in (False, True))
     for _ in range(2):  # the second time from memory
         a = fresh.take(batch)
-        b = kept.take(batch)
-        assert fresh.likely(batch, a).equal(kept.likely(batch, b))
+        b = stored.take(batch)
+        assert fresh.likely(batch, a).equal(stored.likely(batch, b))
         for row, i in enumerate(batch.which):
             n = int(data.lengths[i])
             torch.testing.assert_close(a.hidden[row, :n], b.hidden[row, :n], rtol=1e-4, atol=1e-5)
@@ -106,7 +106,7 @@ def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
                 torch.testing.assert_close(
                     a.values[layer][row, :, :n], b.values[layer][row, :, :n], rtol=1e-4, atol=1e-5
                 )
-    assert len(kept.kept) == 3 and not fresh.kept
+    assert len(stored.kept) == 3 and not fresh.kept
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", "gemma4_e2b", "gemma4_31b"])
@@ -131,9 +131,9 @@ def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> N
     config, _, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
     drafter = replace(design.plain(config, reads=(0,), hidden=64, intermediate=32), weight_bits=4)
     net = DrafterModule(drafter, config)
-    made = net.export()
-    assert torch.equal(made["norm"], net.weight("norm"))
-    down = made["layers.0.down"]  # [64, 32]: a block a row
+    weights = net.export()
+    assert torch.equal(weights["norm"], net.weight("norm"))
+    down = weights["layers.0.down"]  # [64, 32]: a block a row
     assert max(len(row.unique()) for row in down) <= 16 and not torch.equal(down, net.weight("layers.0.down"))
     whole = DrafterModule(replace(drafter, weight_bits=None), config)
     assert torch.equal(whole.export()["layers.0.down"], whole.weight("layers.0.down"))

@@ -74,8 +74,8 @@ HALF_JOB = TrainConfig("", Path(), Path(), dtype="bfloat16")
 def sizes(free: int, cuda: bool = False, rate: float = 1e11, tokens: int = 40_000, anchors: int | None = None) -> Sizes:
     work = Work.of(drafter(), HALF, 5, 2)
     speed = MachineSpeed(rate / EFFICIENCY, 1e10)
-    asked = replace(HALF_JOB, device="cuda" if cuda else "cpu", batch_anchors=anchors)
-    return choose_sizes(asked, work, HALF.vocab_size, speed, tokens, free)
+    job = replace(HALF_JOB, device="cuda" if cuda else "cpu", batch_anchors=anchors)
+    return choose_sizes(job, work, HALF.vocab_size, speed, tokens, free)
 
 
 def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
@@ -258,9 +258,9 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
         "tokens",
     }  # by the clock, of the log, or by what fits
     for made, run in zip(jobs, runs, strict=True):
-        told = {RENAMED.get(k, k): v for k, v in run["settings"].items() if k not in free}
-        mine = {**vars(made), "muon": made.optimizer == "muon"}
-        assert told.keys() - mine.keys() <= {
+        recorded = {RENAMED.get(k, k): v for k, v in run["settings"].items() if k not in free}
+        current = {**vars(made), "muon": made.optimizer == "muon"}
+        assert recorded.keys() - current.keys() <= {
             "average",
             "accumulate",
             "patience",
@@ -271,7 +271,9 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
             "position_offset",
             "offset",
         }  # nothing was made of the first three; then sizes, and what no recipe ever set otherwise
-        assert {k: str(mine[k]) for k in told.keys() & mine.keys()} == {k: str(v) for k, v in told.items() if k in mine}
+        assert {k: str(current[k]) for k in recorded.keys() & current.keys()} == {
+            k: str(v) for k, v in recorded.items() if k in current
+        }
         assert made.recluster == run.get("reclustered", False)
     assert jobs[2].batch_anchors == runs[2]["settings"]["anchors"]
     assert [(j.answer_seed, j.max_new, j.temperature, j.answer_minutes) for j in jobs] == [
@@ -306,8 +308,8 @@ def test_the_recipe_that_goes_on_leaves_a_draft_step_as_dear_as_it_was() -> None
 
 def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path: Path) -> None:
     values = {"lr": 0.5, "max_new": 7, "kv_layers": [1, 2]}
-    kept = job(lr=0.1).with_values(values, "r", frozenset({"lr"}))
-    assert kept.lr == 0.1 and kept.max_new == 7 and kept.kv_layers == (1, 2)
+    config = job(lr=0.1).with_values(values, "r", frozenset({"lr"}))
+    assert config.lr == 0.1 and config.max_new == 7 and config.kv_layers == (1, 2)
     for bad, message in (
         ({"lrr": 1}, "unknown key 'lrr'"),
         ({"loss_rowshare": 0.5}, "did you mean loss_row_share"),

@@ -57,12 +57,12 @@ def test_thinned_steps_learn_the_same_on_average(tmp_path: Path, monkeypatch: py
             return next(lucks)
 
     monkeypatch.setattr(trainer.np.random, "default_rng", lambda seed: Luck())
-    found = [gradients(thin) for _ in range(60)]
+    samples = [gradients(thin) for _ in range(60)]
     monkeypatch.undo()
     for name, grad in want.items():
-        mean = torch.stack([grads[name] for grads, _ in found]).mean(0)
+        mean = torch.stack([grads[name] for grads, _ in samples]).mean(0)
         assert (mean - grad).norm() < 0.05 * grad.norm(), name
-    stats = torch.stack([s for _, s in found])
+    stats = torch.stack([s for _, s in samples])
     torch.testing.assert_close(stats.mean(0), counted, rtol=0.03, atol=0.3)
     assert stats[:, :, 0].std(0).max() < 1e-4  # the first step is whole
 
@@ -92,10 +92,10 @@ def test_an_evaluation_that_was_given_up_is_no_score(tmp_path: Path) -> None:
     """Catches: a run that a signal could not end while the drafter it starts from was evaluated, 23 minutes on a busy
     machine."""
     run = made(tmp_path / "target", tmp_path)
-    asked = iter([False, True])
-    run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, run.net, run.data, 0.0, lambda: next(asked)))
+    stops = iter([False, True])
+    run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, run.net, run.data, 0.0, lambda: next(stops)))
     run.judge()  # halted at its first batch
-    assert list(asked) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
+    assert list(stops) == [] and run.progress.best == -math.inf and not (tmp_path / "best.pt").exists()
 
 
 def test_a_checkpoint_of_another_drafter_says_so(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(
     )
     run.config = TrainConfig("", tmp_path, tmp_path, init="some", eval_every=every)
     run.hooks = Hooks(evaluate=lambda: finish.judge(run.model, net, run.data, 0.0, lambda: True))
-    taken = finish.load_best(run)
+    step = finish.load_best(run)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
-    assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
+    assert step == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
 
 def test_a_run_that_goes_on_judges_the_answers_it_judged_before(

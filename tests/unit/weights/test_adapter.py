@@ -198,7 +198,7 @@ def test_a_gguf_adapter_is_the_peft_one(tmp_path: Path) -> None:
         name: (u.a.tolist(), u.b.tolist(), u.scale) for name, u in want.items()
     }
     one = "blk.0.attn_v.weight.lora_"
-    for meta, kept, said in (
+    for meta, tensors, said in (
         ({**META, "general.architecture": "qwen3"}, stored, "made for a qwen3 model"),
         ({**META, "general.type": "model"}, stored, "is not a LoRA adapter"),
         ({**META, "adapter.lora.alpha": 0.0}, stored, "alpha should be a positive number"),
@@ -206,7 +206,7 @@ def test_a_gguf_adapter_is_the_peft_one(tmp_path: Path) -> None:
         (META, {**stored, "blk.9.attn_q.weight.lora_a": stored[one + "a"]}, "no module model.layers.9"),
         (META, {}, "changes nothing"),
     ):
-        write_gguf(tmp_path / "b.gguf", meta, kept)
+        write_gguf(tmp_path / "b.gguf", meta, tensors)
         with pytest.raises(OutriderError, match=said):
             read_adapter(tmp_path / "b.gguf", LLAMA)
 

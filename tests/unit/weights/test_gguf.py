@@ -148,8 +148,8 @@ def test_packing_ops_get_the_stored_rows_and_no_dequantised_copy(tmp_path: Path)
     assert files.gguf is not None
     stored = files.gguf.tensors["blk.0.ffn_gate.weight"]
     gate, _ = packed["layers.0.gate_up"]
-    held = gate.tensors["blocks"].numpy()
-    assert held.base is not None and np.array_equal(held, stored.data())  # a view of the file, not a copy
+    blocks = gate.tensors["blocks"].numpy()
+    assert blocks.base is not None and np.array_equal(blocks, stored.data())  # a view of the file, not a copy
     assert [p.shape for p in packed["layers.0.qkv"]] == [(64, 64), (32, 64), (32, 64)]
     for key in ("layers.0.qkv", "layers.0.gate_up", "embed", "head"):
         again = torch.cat([p.dense() for p in packed[key]]).numpy()
@@ -272,8 +272,8 @@ def test_gemma4_tokenizer_merges_by_rank_and_keeps_runs_of_newlines(tmp_path: Pa
     }
     tokenizer = Tokenizer(text_files(GGUF(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in meta.items()}, {}, b"")))
     ids = tokenizer.encode("a ab\n\n\nb a<turn|>", bos=True)
-    found = [tokenizer.backend.id_to_token(i) for i in ids]
-    assert found == ["<bos>", "a", "▁", "ab", "\n\n", "\n", "b", "▁a", "<turn|>"]
+    tokens_of_text = [tokenizer.backend.id_to_token(i) for i in ids]
+    assert tokens_of_text == ["<bos>", "a", "▁", "ab", "\n\n", "\n", "b", "▁a", "<turn|>"]
     assert tokenizer.decode(ids) == "a ab\n\n\nb a" and tokenizer.eos_ids == (1, 267)
 
 

@@ -116,8 +116,8 @@ def test_a_draft_reads_one_row_of_an_embedding_of_its_own(tmp_path: Path) -> Non
     raw = LAYOUTS["z-lab"]
     table = torch.ones(VOCAB, raw["hidden_size"])
     sizes = []
-    for name, held in (("without", state), ("with", {**state, "embed_tokens.weight": table})):
-        files = from_gguf(write(tmp_path / f"{name}.gguf", "z-lab", held), "tiny")
+    for name, stored in (("without", state), ("with", {**state, "embed_tokens.weight": table})):
+        files = from_gguf(write(tmp_path / f"{name}.gguf", "z-lab", stored), "tiny")
         sizes.append(stored_size(files, BlockConfig.from_hf(files.config)))
     assert sizes[1].total - sizes[0].total == 4 * table.numel()
     assert sizes[1].token - sizes[0].token == 4 * raw["hidden_size"]

@@ -52,19 +52,19 @@ def test_matrices_in_16_bits_stay_so_and_change_no_bit(tmp_path: Path, fmt: str)
     ops = CpuOps(threads=2)
     ids = torch.arange(7) % 5
     write_gguf(tmp_path / "d.gguf", ModelConfig.from_hf(EDGE), fmt)
-    config, held, _ = load_target(tmp_path / "d.gguf", ops=ops)
-    wide = {n: ops.unpack(w) if isinstance(w, PackedWeight) else w for n, w in held.items()}
-    assert held["ple_embed"].nbytes == 0 and held["embed"].nbytes * 2 == wide["embed"].nbytes
-    assert all(held[n].nbytes * 2 == wide[n].nbytes for n in ("layers.0.qkv", "layers.1.down", "ple_proj"))
+    config, loaded, _ = load_target(tmp_path / "d.gguf", ops=ops)
+    wide = {n: ops.unpack(w) if isinstance(w, PackedWeight) else w for n, w in loaded.items()}
+    assert loaded["ple_embed"].nbytes == 0 and loaded["embed"].nbytes * 2 == wide["embed"].nbytes
+    assert all(loaded[n].nbytes * 2 == wide[n].nbytes for n in ("layers.0.qkv", "layers.1.down", "ple_proj"))
     answers = []
-    for weights in (held, wide):
+    for weights in (loaded, wide):
         model = ops.compile(TextModel(config, weights, ops))
         assert isinstance(model, CompiledModel)
         kv = build_kv(config, 1, 16, 16)
         answers.append(model.logits(model.forward(ids, kv.view([(0, 7)])).hidden))
     assert torch.equal(*answers)
     order = torch.tensor([3, 1, 2])
-    assert torch.equal(ops.unpack(ops.take_rows(held["embed"], order)), wide["embed"][order])
+    assert torch.equal(ops.unpack(ops.take_rows(loaded["embed"], order)), wide["embed"][order])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -87,11 +87,11 @@ def test_gguf_files_are_sound(tmp_path: Path, raw: dict[str, Any], fmt: str) -> 
 def test_a_q4_k_m_is_mixed_as_llama_cpp_mixes_it() -> None:
     large = QWEN | dict(vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12)
     large |= dict(intermediate_size=8960)
-    made = tensors(ModelConfig.from_hf(large), "q4_k_m")
-    kinds = {t.name: t.kind for t in made}
+    stored = tensors(ModelConfig.from_hf(large), "q4_k_m")
+    kinds = {t.name: t.kind for t in stored}
     assert kinds["lm_head.weight"] == "Q6_K" and kinds["model.embed_tokens.weight"] == "Q4_K"
     assert sum(k == "Q6_K" for n, k in kinds.items() if "v_proj.weight" in n) == 14  # of 28
-    assert 1.05e9 < sum(map(nbytes, made)) < 1.15e9
+    assert 1.05e9 < sum(map(nbytes, stored)) < 1.15e9
     small = QWEN | dict(hidden_size=896, num_attention_heads=14)  # rows that are no whole super-blocks
     kinds = {t.name: t.kind for t in tensors(ModelConfig.from_hf(small), "q4_k_m")}
     assert kinds["model.layers.0.self_attn.q_proj.weight"] == "Q5_0" and kinds["lm_head.weight"] == "Q8_0"

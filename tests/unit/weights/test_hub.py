@@ -97,17 +97,17 @@ def test_a_cached_snapshot_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     import huggingface_hub
 
     folder = tiny.write_target("llama", tmp_path / "snapshot")
-    asked: dict[str, object] = {}
+    arguments: dict[str, object] = {}
 
     def snapshot(name: str, **options: object) -> str:
-        asked.update(options, name=name)
+        arguments.update(options, name=name)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert hub.resolve("org/model", weights=False).path == folder
-    assert asked["name"] == "org/model" and "*.safetensors" not in asked["allow_patterns"]  # type: ignore[operator]
+    assert arguments["name"] == "org/model" and "*.safetensors" not in arguments["allow_patterns"]  # type: ignore[operator]
     hub.resolve("org/model")
-    assert "*.safetensors" in asked["allow_patterns"]  # type: ignore[operator]
+    assert "*.safetensors" in arguments["allow_patterns"]  # type: ignore[operator]
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tiny.target("llama")
-    return ggufs.write(tmp_path_factory.mktemp("gguf") / "m.gguf", "llama", made.config, made.state_dict())
+    path = tiny.target("llama")
+    return ggufs.write(tmp_path_factory.mktemp("gguf") / "m.gguf", "llama", path.config, path.state_dict())
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> li
     then on."""
     fetched: list[str] = []
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    kept = tmp_path / "hub" / "models--org--m"
+    folder = tmp_path / "hub" / "models--org--m"
 
     def fetch(repo: str, name: str) -> str:
         assert repo == "org/m"
         fetched.append(name)
-        (kept / "refs").mkdir(parents=True, exist_ok=True)
-        (kept / "refs" / "main").write_text("c0ffee")
-        path = kept / "snapshots" / "c0ffee" / name
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / "main").write_text("c0ffee")
+        path = folder / "snapshots" / "c0ffee" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model, path)
         return str(path)
@@ -121,22 +121,22 @@ def test_a_drafter_and_a_projector_next_to_a_model_are_found(tmp_path: Path, mod
 def test_the_shipped_drafter_is_found_for_a_copy_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    mine = Path(shutil.copyfile(model, tmp_path / "mine.gguf"))
+    copy = Path(shutil.copyfile(model, tmp_path / "mine.gguf"))
     assets = tmp_path / "assets"
     (assets / "smollm2").mkdir(parents=True)
-    (assets / "smollm2" / "config.json").write_text(json.dumps({"target_hash": hub.fingerprint(hub.resolve(mine))}))
+    (assets / "smollm2" / "config.json").write_text(json.dumps({"target_hash": hub.fingerprint(hub.resolve(copy))}))
     monkeypatch.setattr(hub, "ASSETS", assets)
-    assert hub.auto_drafter(mine)[0] is None  # another size: its content is not looked at
-    monkeypatch.setattr(hub, "SMOLLM2_BYTES", mine.stat().st_size)
+    assert hub.auto_drafter(copy)[0] is None  # another size: its content is not looked at
+    monkeypatch.setattr(hub, "SMOLLM2_BYTES", copy.stat().st_size)
     assert (
-        hub.auto_drafter(mine)
-        == hub.auto_drafter(hub.resolve(mine))
+        hub.auto_drafter(copy)
+        == hub.auto_drafter(hub.resolve(copy))
         == (str(assets / "smollm2"), "shipped with Outrider")
     )
-    data = bytearray(mine.read_bytes())
+    data = bytearray(copy.read_bytes())
     data[-32:] = bytes(32)
-    mine.write_bytes(data)
-    assert hub.auto_drafter(mine)[0] is None
+    copy.write_bytes(data)
+    assert hub.auto_drafter(copy)[0] is None
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2", "mamba"])
