@@ -85,7 +85,7 @@ class Stopwatch:
 
 
 def resident() -> str:
-    """What the process holds now: memory of its own, and pages of mapped files (the system may take those back)."""
+    """Resident memory of the process: its own, and pages of mapped files (which the system may evict)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     anonymous, mapped, peak = (int(status[name].split()[0]) / 1e3 for name in ("RssAnon", "RssFile", "VmHWM"))
     return f"resident: {anonymous:.0f} MB of its own, {mapped:.0f} MB of mapped files, {peak:.0f} MB at the peak"
@@ -119,11 +119,11 @@ class OurKernels:
         )  # fmt: skip
 
     def one_pass(self, rows: int) -> None:
-        """What a step of decoding does: view, forward, logits, argmax."""
+        """One step of decoding: view, forward, logits, argmax."""
         self.model.logits(self.model.forward(self.ids[:rows], self.view(CONTEXT, rows)).hidden).argmax(-1)
 
     def prefill(self, whole: bool = False) -> None:
-        """What a prompt takes up to its first token; whole: with all rows through all layers."""
+        """A prompt up to its first token; whole: all rows through all layers."""
         kv = self.view(0, PREFILL)
         self.model.logits(self.model.forward(self.ids, kv, (), None if whole else last_rows(kv, [0])).hidden[-1:])
 

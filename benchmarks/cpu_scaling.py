@@ -143,7 +143,7 @@ def machine(report: Report) -> None:
 
 
 def huge_bytes() -> int:
-    """Of this process."""
+    """Bytes in huge pages of this process."""
     lines = content("/proc/self/smaps_rollup").splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
 

@@ -82,7 +82,7 @@ CONSTANTS = ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps
 
 
 class Stub:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     target = GPUTarget("cuda", 90, 32)
     shared = MAX_SMEM
@@ -188,7 +188,8 @@ def view(
 
 
 def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int = 5) -> None:
-    """What a captured step with a tree adds: growing it, attention along paths, the walk, and K/V put in line."""
+    """Additional kernels of a captured step with a tree: growing it, attention along paths, the walk, and moving K/V
+    into line."""
     at = shell(1, dtype=torch.int64)
     count = nodes + 1
     vocab = config.vocab_size

@@ -77,7 +77,7 @@ def rig_of(size: str, layers: int | None, slots: int, dry: bool) -> Rig:
 
 
 def kernels(size: str, layers: int, dry: bool) -> None:
-    """What the head reads of a block, by the backend and by plain torch, held against float32."""
+    """Compares the head's inputs of a block, by the backend and by plain torch, with float32."""
     with rig_of("E4B" if size == "eagle3" else size, layers, 4, dry) as rig:
         rig.take_block(shape(size, layers, dry), None, 4, 512 if dry else 2048)
         drafter = rig.drafter

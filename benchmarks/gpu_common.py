@@ -1,4 +1,4 @@
-"""What the GPU scripts share: lines with the time, results in one file, jobs of which one may fail, tables of
+"""Code shared by the GPU scripts: lines with the time, results in one file, jobs of which one may fail, tables of
 kernels."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def verdict(name: str, ok: bool, note: str = "") -> None:
 
 
 def attempt(name: str, job: Callable[..., Any], *args: Any) -> Any:
-    """What the job gives, or None where it fails: that is said, and the next one can run."""
+    """The job's result, or None if it fails; the failure is reported and the next job can run."""
     try:
         with torch.inference_mode():
             return job(*args)

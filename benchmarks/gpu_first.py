@@ -1,4 +1,4 @@
-"""What a model's first requests wait for: seconds to the first token, and what the host did in each slow step.
+"""Waits of a model's first requests: seconds to the first token, and what the host did in each slow step.
 
     PYTHONPATH=src:.:benchmarks python3 benchmarks/gpu_first.py 12B [--quantize int4] [--serve] [--seconds 100] [--dry]
 

@@ -27,7 +27,7 @@ STEPS = 10
 
 
 class Timed(TypedDict):
-    """What was timed. A part that fails is left out, and `errors` says why."""
+    """Timings of a peer. A part that fails is left out, and `errors` says why."""
 
     mtp_ms: float | None  # an assisted cycle
     mtp_k: int

@@ -105,7 +105,7 @@ def time_ms(fn: Callable[[], object], repeats: int = 20, warm: int = 3) -> float
 
 
 def shallow(raw: Foreign, layers: int) -> ForeignDict:
-    """The same model with its first layers only: for comparisons that need not be deep."""
+    """A copy of the model with its first layers only, for comparisons that need no depth."""
     text = dict(raw["text_config"])
     shared = text["num_kv_shared_layers"]
     text["num_hidden_layers"], text["layer_types"] = layers, text["layer_types"][:layers]
@@ -116,7 +116,7 @@ def shallow(raw: Foreign, layers: int) -> ForeignDict:
 
 
 class GpuMemory(TypedDict, total=False):
-    """What a rig of a known size may be told."""
+    """Memory that a rig of a known size may use."""
 
     slots: int
     context: int
@@ -351,7 +351,7 @@ class Synthetic:
 # ---- bitwise equality
 @dataclass
 class Equality:
-    """What comparing a speculative run with the plain one gave."""
+    """Result of comparing a speculative run with the plain one."""
 
     k: int
     batch: int
@@ -378,7 +378,7 @@ def plain_run(rig: Rig, seqs: list[SeqCache], context: int, steps: int) -> tuple
 
 @torch.inference_mode()
 def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
-    """The same with k drafted tokens per cycle, by a drafter that knows the answer and is wrong about every fourth
+    """A run with k drafted tokens per cycle, by a drafter that knows the answer and is wrong about every fourth
     time."""
     batch, steps = tokens.shape
     device = rig.device
@@ -401,8 +401,8 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
 def tree_run(
     rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], tokens: Tensor, logits: Tensor
 ) -> Equality:
-    """The same with a tree a cycle, always of one shape (types.DraftTree). The path to its last deepest node knows
-    the answer and is wrong about every fourth time; all others are. Compared are the rows on the accepted paths."""
+    """A run with a tree per cycle, always of one shape (types.DraftTree). The path to its last deepest node knows the
+    answer and is wrong about every fourth time; all others are wrong. Compares the rows on the accepted paths."""
     batch, steps = tokens.shape
     device = rig.device
     vocab = rig.config.vocab_size

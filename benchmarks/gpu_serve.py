@@ -111,7 +111,7 @@ class Load:
 
 
 def through_http(port: int, load: Load, seed: int, core: int | None) -> tuple[list[Any], float]:
-    """What arrived of each stream, and when all were sent off."""
+    """Arrivals of each stream, and the time when all were sent."""
     start = time.time() + 1.5  # so that every process has started
     jobs = load.bodies(seed)
     groups: list[list[int]] = [list(range(i, load.streams, PROCESSES)) for i in range(PROCESSES)] + [

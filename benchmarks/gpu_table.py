@@ -114,7 +114,7 @@ class GpuBenchSettings:
 
 
 def quick(against_hf: bool = True) -> GpuBenchSettings:
-    """What issue and README quote: batch 1 at 1k for every size, and batches for the mixture of experts."""
+    """The published cells: batch 1 at 1k for every size, and batches for the mixture of experts."""
     return GpuBenchSettings(
         ks=(0, 4, 8, 16), batches=(1,), contexts=(1024,), against_hf=against_hf, prefill=True, quick=True, repeats=12
     )

@@ -52,7 +52,7 @@ def pick(rng: np.random.Generator, among: list[str]) -> str:
 
 
 class Passages:
-    """What the prompts of a file are about."""
+    """The passages that the prompts of a file are about."""
 
     def __init__(self, rows: list[dict[str, str]]):
         alone = set()

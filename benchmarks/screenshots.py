@@ -103,7 +103,7 @@ class Model:
         return running(self.server)
 
     def branch(self, on: bool) -> None:
-        """As with --tree 12: whatever pays here, the picture shows branches."""
+        """Draws branches as with --tree 12, whatever pays on this machine."""
         policy = self.llm.engine.policy
         policy.spec = replace(policy.spec, tree=12 if on else None)
 

@@ -1,4 +1,4 @@
-"""What N minutes of `outrider train` bring, and whether its forecast was right: every model for every length.
+"""Gain of N minutes of `outrider train`, and whether its forecast was right: every model for every length.
 
     python benchmarks/train_minutes.py --models smollm2.gguf qwen.gguf random --minutes 10 30 60 --data PROMPTS.jsonl \
         --out runs/minutes --cores 0,1

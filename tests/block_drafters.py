@@ -147,8 +147,8 @@ def context_of(block: BlockNet, streams: list[Tensor], following: Tensor | None 
 
 
 def audit_pages(engine: Engine, block: BlockNet) -> int:
-    """Of the sequences that decode in a C engine with pages of 16 in float32: after the drafter has caught up, its K/V
-    is that of one pass over the whole text, bit for bit. Returns how many there were."""
+    """Checks sequences that decode in a C engine with pages of 16 in float32: after the drafter has caught up, its K/V
+    is that of one pass over the whole text, bit for bit. Returns the number of sequences."""
     seqs = [seq for seq in engine.scheduler.running if seq.has_features and seq.computed == len(seq.tokens) - 1]
     engine.runner.catch_up(seqs)
     for seq in seqs:

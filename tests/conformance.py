@@ -1,5 +1,4 @@
-"""What the conformance cases are written with: a client that expects a status, a table of cases, and a few ways to
-compare."""
+"""Tools for the conformance cases: a client that expects a status, a table of cases, and a few comparisons."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What well-known clients send that is in no description of an API: harmless fields, other spellings, histories as they
-come back."""
+"""Requests of well-known clients that no description of an API contains: harmless fields, other spellings, histories as
+clients send them back."""
 
 from __future__ import annotations
 

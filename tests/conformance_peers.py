@@ -1,4 +1,4 @@
-"""What llama.cpp's and vLLM's own server tests check beyond OpenAI's API; registered in the table of
+"""Cases that llama.cpp's and vLLM's own server tests check beyond OpenAI's API; registered in the table of
 tests/e2e/test_conformance.py."""
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def row_dependent(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """What a BLAS may do: for tiles of more than 16 rows k is added from its other end. The suite must fail with it."""
+    """Imitates a BLAS: tiles of more than 16 rows add k from its other end. The suite must fail with it."""
     return dot(a, b, c) if a.shape[-2] <= 16 else dot(a[..., ::-1], b[..., ::-1, :], c)
 
 

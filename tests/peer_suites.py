@@ -136,7 +136,7 @@ def unbiased(api: Api, tokenize: bool, as_object: bool) -> None:
 
 
 def at_once(api: Api, many: int) -> None:
-    """The same answers together as alone."""
+    """Answers at once are the same as alone."""
     bodies = [{"prompt": f"Write {i}.", "max_tokens": 12, "seed": 42, "temperature": 1.0} for i in range(many)]
     alone = [api.post("/v1/completions", b)["choices"][0]["text"] for b in bodies]
     with ThreadPoolExecutor(many) as pool:

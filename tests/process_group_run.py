@@ -1,4 +1,4 @@
-"""What every process of a tensor-parallel test runs: `python tests/process_group_run.py OUT CASES.json WORLD`; the
+"""Program of every process of a tensor-parallel test: `python tests/process_group_run.py OUT CASES.json WORLD`; the
 first starts the others.
 
 A case is {"name", "model", "drafter"?, "plain"?: no engine}. The processes load their parts of each in turn; rank 0
@@ -40,7 +40,7 @@ PROMPT = [5, 17, 40, 3, 22, 9, 31, 8, 60, 2, 11, 45, 7, 30]
 
 @torch.inference_mode()
 def logits(model: Any) -> Tensor:
-    """Of a prompt in one pass, and of three more rows in a second one."""
+    """Logits of a prompt in one pass, and of three more rows in a second one."""
     kv = build_kv(model.config, 1, 32)
     first = model.logits(model.forward(torch.tensor(PROMPT), kv.view([(0, len(PROMPT))])).hidden)
     more = model.logits(model.forward(torch.tensor([4, 12, 33]), kv.view([(len(PROMPT), 3)])).hidden)

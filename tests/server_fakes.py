@@ -78,8 +78,8 @@ class _Running:
 
 
 def masks(matcher: Matcher, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
-    """What a grammar allows along a draft, bool [len(drafts) + 1, VOCAB], and how many of the drafted tokens are inside
-    it."""
+    """Tokens that a grammar allows along a draft, bool [len(drafts) + 1, VOCAB], and the number of drafted tokens
+    inside the grammar."""
     rows = unpacked(matcher.bits(drafts), VOCAB)
     return rows, next((i for i, token in enumerate(drafts) if not rows[i, token]), len(drafts))
 

@@ -93,7 +93,7 @@ def template(kind: str) -> str:
 
 
 def placeholder(kind: str) -> str:
-    """What a text has where an image stands."""
+    """The text in place of an image."""
     return SPELLED[kind][0] if kind in SPELLED else "<|image|>"
 
 
@@ -103,7 +103,7 @@ def decoded(config: VisionConfig, image: Image.Image, budget: int) -> np.ndarray
 
 
 def model_input(config: VisionConfig, made: np.ndarray) -> tuple[Tensor, Tensor]:
-    """What transformers' model takes of one image: values and positions, unpadded; of SigLIP the image itself."""
+    """Inputs of transformers' model for one image: values and positions, unpadded; for SigLIP the image itself."""
     if config.kind == "siglip":
         values = (unit_range(torch.from_numpy(made.copy())) - 0.5) / 0.5
         return values.permute(2, 0, 1)[None], torch.empty(1, 0)

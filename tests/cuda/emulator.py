@@ -59,7 +59,7 @@ MAKERS = (
 
 
 class EmulatorError(RuntimeError):
-    """What a kernel did that it must not do, or what the compiler says."""
+    """A forbidden operation of a kernel, or an error of the compiler."""
 
 
 def missing() -> str | None:

@@ -1,4 +1,4 @@
-"""What clients of llama.cpp's and vLLM's servers rely on, as small cases against one server with a tiny model.
+"""Behaviour that clients of llama.cpp's and vLLM's servers rely on, as small cases against one server with a tiny model.
 
 Written from the behaviour that their server tests describe; each case is a line or two. The share that passes is
 printed (`pytest -s`), and what fails is named. KNOWN holds what we do otherwise on purpose, with the reason.
@@ -271,7 +271,7 @@ def echo_logprobs_zero_tokens(api: Api) -> None:
 
 @case
 def scores_are_the_models(api: Api) -> None:
-    """What scoring says of a greedy continuation is what generating said of it."""
+    """Scoring a greedy continuation gives the log-probabilities of its generation."""
     answer = api.text(prompt="hello", max_tokens=6, temperature=0, logprobs=0, return_token_ids=True)["choices"][0]
     ids = [*api.post("/tokenize", {"prompt": "hello"})["tokens"], *answer["token_ids"]]
     scored = api.text(prompt=ids, echo=True, logprobs=0, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]

@@ -1,4 +1,4 @@
-"""What an operator does to a running server: certificates, keys read again, process metrics."""
+"""An operator's view of a running server: certificates, keys read again, process metrics."""
 
 from __future__ import annotations
 

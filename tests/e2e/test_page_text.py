@@ -58,7 +58,7 @@ def test_markdown_is_rendered_and_safe(page: Any) -> None:
 
 
 def test_markdown_in_any_pieces_ends_the_same(page: Any) -> None:
-    """What streams in by pieces must end as what is rendered at once, and no prefix may throw."""
+    """Text that streams in pieces must end like text rendered at once, and no prefix may throw."""
     once, pieces = page.evaluate(
         """async (source) => {
         const { Document } = await import("./page/markdown.js");

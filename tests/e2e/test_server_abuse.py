@@ -427,7 +427,7 @@ def test_the_grammar_compiler_is_made_before_connections_come() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_table_of_descriptors_has_its_size_before_connections_come() -> None:
-    """Where it grew with a connection, accept() stood still for a third of a second, and the event loop with it."""
+    """If the table grew with a connection, accept() stood still for a third of a second, and the event loop with it."""
     tell = "re.search(r'FDSize:\\s+(\\d+)', open('/proc/self/status').read())[1]"
     script = f"import re; from outrider.server.protocol import cap; print({tell}, cap(900), {tell})"
     before, most, after = map(int, subprocess.check_output([sys.executable, "-c", script], text=True).split())

@@ -1,4 +1,4 @@
-"""What one client asks for is not done at the cost of the others: long texts, large bodies, unread answers, many
+"""One client's requests are not served at the cost of the others: long texts, large bodies, unread answers, many
 grammars.
 
 Catches: texts tokenised under the interpreter's lock, answers computed on for nobody, memory for bodies nobody has a

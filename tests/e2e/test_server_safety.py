@@ -39,7 +39,7 @@ def served() -> Iterator[Served]:
 
 
 def talk(s: Served, data: bytes, half_close: bool = False) -> bytes:
-    """What comes back until the server closes."""
+    """Returns everything received until the server closes."""
     with socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE) as connection:
         connection.sendall(data)
         if half_close:

@@ -1,4 +1,5 @@
-"""What a server keeps: uploaded files, batches over them, responses to go on from. Bounded, and each client's own."""
+"""Stored objects of a server: uploaded files, batches over them, responses to continue. Bounded, and private to each
+client."""
 
 from __future__ import annotations
 
@@ -203,7 +204,7 @@ def test_a_batch_can_be_cancelled() -> None:
 
 
 def test_a_line_may_take_longer_than_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps a connection alive is no part of a line's result."""
+    """Heartbeats of a connection are not part of a line's result."""
     monkeypatch.setattr("outrider.server.call.KEEP_ALIVE_S", 0.01)
     engine = FakeEngine(TOK, hold=2)
     with Served(engine, TOK) as s:

@@ -167,7 +167,7 @@ def test_changed_settings_of_a_run_that_goes_on_are_refused_or_said(
 
 
 def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
-    """What an n-gram drafter (longest recent match of up to 3 tokens) reaches on the greedy answers."""
+    """Tokens per cycle of an n-gram drafter (longest recent match of up to 3 tokens) on the greedy answers."""
     tokens = cycles = 0
     for n in np.nonzero(data.greedy)[0]:
         ids = data[n].tolist()

@@ -161,7 +161,7 @@ def test_a_trained_dflash_loads_in_the_speculators_package(world: tuple[Path, Pa
 
 @pytest.mark.parametrize("layout", ["z-lab", "z-lab-old", "speculators-eagle3", "eagle3", "eagle3.1"])
 def test_layouts_of_others_can_be_written(tmp_path: Path, layout: str) -> None:
-    """What is written says what was read."""
+    """A written layout reads back as the original."""
     folder = write(tmp_path / "d", LAYOUTS[layout], tensors(LAYOUTS[layout]))
     raw = export_drafter(str(folder), tmp_path / "e", "vllm")
     was = BlockConfig.from_hf(LAYOUTS[layout])

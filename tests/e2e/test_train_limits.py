@@ -1,5 +1,5 @@
-"""What a first day of training must not do: run past its time, forget everything on Ctrl-C, or be unable to make the
-shipped drafter."""
+"""A first day of training must not run past its time, lose everything at Ctrl-C, or be unable to make the shipped
+drafter."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_signal_ends_the_evaluation_before_the_first_step(
 def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
     world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a CPU trains for a large model; it must learn all the same, and a run that continues keeps its sizes."""
+    """A CPU trains so for a large model; it must still learn, and a resumed run keeps its sizes."""
     target, data = world
     monkeypatch.setattr(forecast, "CPU_SCORED", 96)
     more = settings(steps=60, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)

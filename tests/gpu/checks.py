@@ -1,4 +1,4 @@
-"""What must hold on a GPU, as plain functions: pytest runs them (test_gpu_*.py), and so does benchmarks/gpu_suite.py
+"""Properties that must hold on a GPU, as plain functions: pytest runs them (test_gpu_*.py), and so does benchmarks/gpu_suite.py
 where there is no pytest. Each raises AssertionError, or returns figures worth a line. Models are shallow where depth
 adds nothing.
 
@@ -79,7 +79,7 @@ def weights_of(model: Any, config: ModelConfig, dtype: torch.dtype) -> dict[str,
 
 @torch.inference_mode()
 def parity(size: str, kind: str) -> str:
-    """The same shallow model in transformers and here: relative error of the logits of the last positions."""
+    """Relative error of the last positions' logits between transformers and this engine, on one shallow model."""
     p = HERE
     wide = kind == "float32"
     dtype = torch.float32 if wide or not p.gpu else torch.bfloat16

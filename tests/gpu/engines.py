@@ -77,7 +77,7 @@ def requests(vocab: int, count: int = len(PARAMS)) -> list[tuple[int, Request]]:
 
 
 def captured(engine: Engine, refused: bool = True) -> list[Key]:
-    """What its graphs were captured for; they are dropped. refused: some steps may have had none."""
+    """Keys of the engine's captured graphs, which are then dropped. refused: some steps may have had none."""
     executor = engine.executors[0]
     assert (
         isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor.cache.refused)

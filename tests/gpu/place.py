@@ -1,4 +1,4 @@
-"""Where the GPU checks run and how much of them: on a GPU the real shapes, elsewhere a dry run on tiny models."""
+"""Place and extent of the GPU checks: real shapes on a GPU, elsewhere a dry run on tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def tiny(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same kind of model, small enough for a dry run on a CPU."""
+    """A model of the same kind, small enough for a dry run on a CPU."""
     text = dict(raw["text_config"])
     text |= dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=16, global_head_dim=32)
     text |= dict(vocab_size=512, sliding_window=16)
@@ -35,7 +35,7 @@ def tiny(raw: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run, and how much of them."""
+    """Place and extent of the checks."""
 
     device: str
     dtype: torch.dtype

@@ -27,7 +27,7 @@ def streams(seed: int = 0, rows: int = CONTEXT, taps: int = 2) -> list[Tensor]:
 
 
 def draft_logits(block: Any, ids: Tensor, context: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What the head reads [B, H] and base logits [B, V] of one block behind the context."""
+    """Inputs of the head [B, H] and base logits [B, V] of one block behind the context."""
     hidden = block.backbone(ids[None], context_of(block, context), torch.tensor([len(context[0])]))[0]
     return hidden, block.logits(hidden)
 

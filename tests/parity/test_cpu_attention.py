@@ -29,7 +29,7 @@ SPECS = {
 
 
 class OneLayer:
-    """What build_kv wants of a config."""
+    """The part of a config that build_kv reads."""
 
     def __init__(self, spec: AttnSpec):
         from types import SimpleNamespace

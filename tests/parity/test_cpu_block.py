@@ -80,7 +80,7 @@ class Texts:
         self.write([(0, 0, LENGTHS[0]), (1, 0, LENGTHS[1])])
 
     def draft(self) -> Tensor:
-        """What the head reads, of both sequences; EAGLE-3: of its first three steps."""
+        """Inputs of the head for both sequences; EAGLE-3: of its first three steps."""
         block = self.block
         end = torch.tensor(LENGTHS)
         kv = self.view([(0, LENGTHS[0] - 1, 1), (1, LENGTHS[1] - 1, 1)])
@@ -109,7 +109,7 @@ def loaded(folder: Path, layout: str, model: TextModel) -> BlockNet:
 @pytest.mark.parametrize("page_size", [4, 16])
 @torch.inference_mode()
 def test_it_is_the_definition(tmp_path: Path, ops: CpuOps, layout: str, page_size: int) -> None:
-    """The same dense weights in float32."""
+    """Compares with the same dense weights in float32."""
     reference = loaded(tmp_path, layout, target(ReferenceOps(), layout))
     compiled = BlockNet(reference.config, reference.weights, ops, target(ops, layout)).compiled()
     assert compiled.call is not None

@@ -26,7 +26,7 @@ def test_threads_do_not_change_a_bit() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there can threads be kept on one core")
 def test_members_that_share_a_core_do_not_wait_against_each_other() -> None:
-    """As happens while somebody else keeps the other cores busy. Processor time, so that a busy machine changes
+    """Happens while other programs keep the other cores busy. Measures processor time, so that a busy machine changes
     little."""
     x = seeded(9, 256)
     dense = seeded(320, 256)

@@ -123,7 +123,7 @@ def test_tokens_are_their_definition(
 
 
 def shells(count: int, hidden: int, inner: int) -> tuple[QuantExperts, QuantExperts]:
-    """Of these shapes, as `--quantize int8` has them, without numbers."""
+    """Weights of these shapes as `--quantize int8` makes them, without numbers."""
 
     def shell(n: int, k: int) -> QuantExperts:
         part, _ = matrix(64, k, 0)

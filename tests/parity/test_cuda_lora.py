@@ -60,8 +60,8 @@ def run(
     patch: pytest.MonkeyPatch, case: Case, of: Adapters, x_ready: bool = True, block: WgmmaBlock | None = None,
     source: Path = FOLDER, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What a kernel makes of it, and what it should; block: of the kernel for 9 to 40 rows. u comes from the kernel
-    ahead, and so does x, or (x_ready) from the one before that."""
+    """Result of a kernel, and the expected one; block: of the kernel for 9 to 40 rows. u comes from the previous
+    kernel, and so does x, or (x_ready) from the one before that."""
     draw = torch.Generator().manual_seed(of.rank)
     rows = sum(of.counts)
     ranges = row_ranges(of.slots, of.counts)

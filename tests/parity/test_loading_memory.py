@@ -1,4 +1,4 @@
-"""What loading a quantised checkpoint for a GPU takes on the way: what is held in the end, and a few times the largest
+"""Memory needed while loading a quantised checkpoint for a GPU: the final weights, and a few times the largest
 matrix."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def worst(a: Tensor, b: Tensor) -> float:
 
 @dataclass
 class Run:
-    """The same two sequences through both implementations."""
+    """Runs two sequences through both implementations."""
 
     model: TextModel
     kv: PagedKV

@@ -138,7 +138,7 @@ def test_rows_of_an_image_see_each_other(
 
 @pytest.mark.parametrize("window", [None, 48])
 def test_tiles_of_prompts_take_images(window: int | None) -> None:
-    """As above, in the kernel for prompts, to the bit."""
+    """The kernel for prompts agrees with the test above, to the bit."""
     spec = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3)
     dtype = torch.bfloat16 if CUDA else torch.float32
     kv = cache(spec, [(41, 104)], 16, dtype)
@@ -273,7 +273,7 @@ def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
 
 
 def in_eight_bits(kv: KVView) -> KVView:
-    """The same in eight bits."""
+    """A copy with K/V in eight bits."""
     return replace(
         kv,
         **{
@@ -357,8 +357,8 @@ def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
 
 @pytest.mark.skipif(CUDA, reason="the interpreter's dot")
 def test_a_dot_that_depends_on_rows_is_found() -> None:
-    """With a dot whose order of summation depends on the number of rows, as a BLAS has it, bitwise comparisons of
-    shapes fail."""
+    """Bitwise comparisons of shapes fail if the order of summation of a dot depends on the number of rows, as in a
+    BLAS."""
     cut = ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128)
     spec = AttnSpec(4, 2, 24, 0, True, scale=2.5)
     kv = cache(spec, [(40, 4)], 16)

@@ -27,5 +27,5 @@ def keys(seed: int) -> str:
 
 
 def test_keys_do_not_depend_on_which_kernel_runs_first() -> None:
-    """With Triton 3.6 a second start compiled attention again: a prompt came first, not the timing of steps."""
+    """Triton 3.6 compiled attention again at a second start: a prompt came first, not the timing of steps."""
     assert keys(1) == keys(2)

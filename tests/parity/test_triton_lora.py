@@ -32,7 +32,8 @@ def rand(*shape: int) -> torch.Tensor:
 
 
 def adapter(name: str, rank: int, rows: tuple[int, ...], leave: int | None = None) -> Adapter:
-    """Of one weight that is fused of matrices with so many rows; leave: one that it does not change."""
+    """An adapter of one weight fused of matrices with these numbers of rows; leave: a matrix that it does not
+    change."""
     pieces = tuple((n, 0 if i == leave else rank + i) for i, n in enumerate(rows))
     b = torch.zeros(sum(rows), sum(r for _, r in pieces))
     scale = torch.zeros(sum(rows))

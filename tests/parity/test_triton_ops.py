@@ -472,7 +472,7 @@ def test_clusters(ops: TritonOps) -> None:
 
 
 def test_clusters_that_tie(ops: TritonOps) -> None:
-    """Of equal scores the lower id first, whether they stand in the same block of clusters or far apart."""
+    """Equal scores give the lower id first, whether they stand in the same block of clusters or far apart."""
     z = rand(2, 550).repeat(1, 2)
     g = rand(2, 8)
     rows = rand(1100, 2, 8, seed=1)

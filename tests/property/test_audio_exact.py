@@ -113,7 +113,8 @@ def test_captured_steps_read_one_behind(folders: tuple[str, str]) -> None:
 
 
 def test_preempted_and_cut(folders: tuple[str, str]) -> None:
-    """With few pages sequences give theirs up and are computed again; clips are longer than a chunk, which cuts them."""
+    """Sequences run out of pages, give theirs up and are computed again; clips are longer than a chunk, which cuts
+    them."""
     sampling = params(0.0, 48)
     whole = load(folders)
     answers = [whole.generate(prompt, sampling, drafter=False)[0] for prompt in prompts_of(whole)]

@@ -395,7 +395,8 @@ def test_a_block_drafts_no_more_than_it_predicts(folder: Path) -> None:
 
 
 def test_probes_read_numbers(folder: Path) -> None:
-    """What a probe lets the drafter read was never computed. Catches fresh memory written to pages that others share."""
+    """A probe lets the drafter read positions that were never computed. Catches fresh memory written to pages that
+    others share."""
     block_drafter = wide_drafter(folder, "z-lab", compiled())
     engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     assert engine.runner.unread is not None
@@ -407,7 +408,7 @@ def test_probes_read_numbers(folder: Path) -> None:
 
 
 def test_a_request_ends_without_memory_to_read_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the drafter could not read is not shared, and neither slot nor pages stay behind."""
+    """Positions that the drafter could not read are not shared, and neither slot nor pages stay behind."""
     block_drafter = wide_drafter(folder, "z-lab", compiled())
     engine = tiny_engine("llama", block_drafter, names=(), k=None, model=compiled(), page_size=16)
     engine.submit(request("a", PROMPT, k=0, max_tokens=60))

@@ -145,7 +145,7 @@ def test_a_long_text_beside_deep_trees(folder: Path, graphs: bool) -> None:
 
 
 def test_a_confidence_head_shapes_the_tree(folder: Path) -> None:
-    """Where it is sure, the tree is a chain; where it is not, tokens stand beside the best."""
+    """A sure head makes the tree a chain; an unsure one puts tokens beside the best."""
     shapes: dict[float, list[int]] = {}
 
     class Shaped(BlockDrafter):

@@ -1,4 +1,4 @@
-"""What is captured into a graph never looks at a value: the whole step runs on the meta device, for every way of
+"""Captured code never looks at a value: the whole step runs on the meta device, for every way of
 choosing."""
 
 from __future__ import annotations

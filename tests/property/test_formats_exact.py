@@ -126,7 +126,7 @@ def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
 
 
 def test_drafts_leave_the_plain_tokens_with_keys_and_values_in_fp8() -> None:
-    """As a GPU keeps them, by the definition: what a draft wrote and what a prompt wrote is the same."""
+    """K/V in FP8, as on a GPU, by the definition: drafts and prompts write the same values."""
     long = [5, 6, 7, 8, 9] * 20
     fp8 = torch.float8_e4m3fn
     asked = lambda k, drafter: [request(str(i), long[: 90 - 17 * i], k, drafter, max_tokens=9) for i in range(3)]

@@ -75,7 +75,7 @@ def test_captured_steps_read_one_behind(folders: tuple[str, str]) -> None:
 
 
 def test_preempted_and_cut(folders: tuple[str, str]) -> None:
-    """With few pages sequences give theirs up and are computed again; with a small chunk an image is longer than it."""
+    """Sequences run out of pages, give theirs up and are computed again; an image is longer than a small chunk."""
     params = SamplingParams(max_tokens=48, seed=3, ignore_eos=True)
     plain = load(folders, "cpu")
     completion = [plain.generate(prompt, params, drafter=False)[0] for prompt in prompts()]

@@ -253,8 +253,8 @@ def verdict(result: Json) -> str:
 
 
 async def attack(port: int, minutes: float, many: int, kinds: list[str]) -> None:
-    """What the process of the attackers does. It is polite to this machine only: elsewhere they would have machines of
-    their own."""
+    """Program of the attackers' process. It has a low priority on this machine, since real attackers would have their
+    own machines."""
     os.nice(19)
     stop = asyncio.Event()
     attackers = Attack(port, stop, many, kinds)

@@ -60,7 +60,7 @@ def named(pid: int, part: str) -> bool:
 
 
 def alone(model: str, processes: int) -> list[str]:
-    """What one engine says, over so many processes."""
+    """Answers of one engine divided over this many processes."""
     from outrider import LLM, SamplingParams
 
     llm = LLM.load(model, device="cpu", threads=1, tensor_parallel=processes)

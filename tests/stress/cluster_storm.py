@@ -82,7 +82,7 @@ def cases(count: int, rng: random.Random) -> list[Case]:
 
 
 def alone(model: str, known: list[Case]) -> list[str]:
-    """What one engine says, through the batch runner: no HTTP, no Ray."""
+    """Answers of one engine through the batch runner: no HTTP, no Ray."""
     from outrider.config import EngineConfig
     from outrider.llm import LLM
     from outrider.server.app import Server
@@ -247,7 +247,7 @@ async def kill_phase(load: Load, requests: int, concurrency: int, rng: random.Ra
 
 
 async def idle(url: str) -> None:
-    """What was cancelled is not computed on."""
+    """Checks that cancelled requests are no longer computed."""
     running = -1.0
     for _ in range(120):
         seen = await metrics(url)

@@ -99,7 +99,7 @@ TARGETS = [
 
 
 class Case:
-    """What one number stands for: bytes, and a way to send them."""
+    """The case of one number: bytes, and a way to send them."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.rng = rng = random.Random(f"{seed}-{number}")

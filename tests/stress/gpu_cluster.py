@@ -66,7 +66,7 @@ K = 4
 # ---- models
 @contextmanager
 def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
-    """Where the configurations of a target and its drafter lie; weights are made up."""
+    """Folder with the configurations of a target and its drafter; weights are made up."""
     target = dict(BUILTIN_CONFIGS[SIZES[size]])
     drafter = dict(BUILTIN_CONFIGS[SIZES[size] + "-assistant"])
     target = shallow(target, layers) if layers else target
@@ -108,7 +108,7 @@ def graphs_of(engine: Engine) -> GraphExecutor | None:
 
 # ---- one rank
 class Copies(ProcessGroup):
-    """The same group, whose exchanges move their part."""
+    """A process group whose exchanges move their part."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.__dict__.update(group.__dict__)
@@ -163,7 +163,7 @@ def sync(device: torch.device) -> None:
 
 
 def nodes(engine: Engine, prompt: list[int]) -> str:
-    """What one captured step is made of, as the profiler sees its replay."""
+    """Nodes of one captured step, as the profiler sees its replay."""
     from torch.profiler import ProfilerActivity, profile
 
     engine.submit(Request("profile", prompt, SamplingParams(max_tokens=64, ignore_eos=True), 0, False))
@@ -272,7 +272,7 @@ def logits_of(llm: LLM, context: int) -> Tensor:
 
 @torch.inference_mode()
 def exact_logits(where: str, device: str, context: int) -> Tensor:
-    """The same weights, widened to float32, by the operators that define what is right; no cache in fewer bits."""
+    """Logits of the weights widened to float32, by the defining operators; no cache in fewer bits."""
     kind = torch.float32 if device == "cpu" else torch.bfloat16
     config, held, _ = load_target(where, device, kind, ReferenceOps(), load_format="dummy")
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in held.items()}  # type: ignore[union-attr]

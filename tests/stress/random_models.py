@@ -50,8 +50,8 @@ RANDOM: dict[str, tuple[Foreign, str]] = {
 
 
 def model_file(name: str, folder: Path, tokenizer: Path | None = None) -> str:
-    """What `outrider serve` is given for MODEL; a random model's file is written if it is not there yet, with the
-    tokenizer of a folder, if given."""
+    """The MODEL for `outrider serve`. A random model's file is written if it is missing, with the tokenizer of a
+    folder, if given."""
     if name == "random-vision":
         from tests import tiny_vision
 

@@ -57,8 +57,8 @@ def percentile(times: list[float], share: float) -> float:
 
 
 def shares(steps: Iterable[str], times: list[tuple[float, float]], names: dict[str, str]) -> dict[str, float]:
-    """What took the time between some beginnings and ends: decoding and prompts by client, masks; `waiting` is the time
-    outside of steps. steps: lines of watched_server.py."""
+    """Time spent between some beginnings and ends: decoding and prompts by client, masks; `waiting` is the time outside
+    of steps. steps: lines of watched_server.py."""
     total = sum(end - began for began, end in times)
     totals = Counter[str]()
     for line in steps:
@@ -133,7 +133,7 @@ class Target:
         return sum(self.memory_of().values())
 
     def memory_of(self) -> dict[str, int]:
-        """The same, by process."""
+        """Memory of each process."""
         totals: Counter[str] = Counter()
         for pid in family(self.process.pid):
             with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ class Target:
         return total
 
     def stalls(self, since: float) -> list[Json]:
-        """What has held up the event loop since then (watched_server.py), the worst first."""
+        """Stalls of the event loop since then (watched_server.py), the worst first."""
         events = [json.loads(line) for line in self.events.read_text().splitlines()]
         return sorted((e for e in events if e["at"] > since), key=lambda e: -e["net_ms"])
 

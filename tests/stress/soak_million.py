@@ -40,7 +40,7 @@ BAD = [("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt"
 
 
 def request(number: int) -> tuple[str, dict[str, Any]]:
-    """What a number stands for."""
+    """The request of a number."""
     rng = random.Random(number)
     words = " ".join(
         rng.choice(["sea", "key", "bread", "moon", "train", "fox", "map"]) for _ in range(rng.choice([1, 4, 30]))
@@ -136,7 +136,8 @@ def steady(value: Any) -> Any:
 
 
 def answer(status: int, body: bytes) -> Any:
-    """What must be the same each time. Of a stream its text and its end: where a chunk ends depends on the drafts."""
+    """The part of an answer that must be the same each time. Of a stream its text and end: where a chunk ends depends
+    on the drafts."""
     if not body.startswith((b"data:", b"event:", b":")) and b"\n{" not in body:
         return [status, steady(json.loads(body))]
     text = ""

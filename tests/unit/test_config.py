@@ -44,7 +44,7 @@ def test_commands_take_name_default_and_help_from_the_settings(name: str) -> Non
 
 
 def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is said to `serve` reaches its settings: keys of a file, too."""
+    """Options of `serve` reach its settings, and so do keys of a file."""
     told: list[ServerSettings] = []
 
     def listen(host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""What the docs name is there: files behind links, headings behind anchors, modules and their functions, metrics.
+"""Everything that the docs name exists: files behind links, headings behind anchors, modules and their functions, metrics.
 
 Commands and options are checked by tests/e2e/test_docs.py, the map of the sources by test_layering.py. Here nothing is
 run: pages and sources are read as text, in about a second.
@@ -37,8 +37,8 @@ def prose(page: Path) -> str:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """As the site and GitHub make them of headings: lower case, no punctuation, a hyphen for each blank or run of
-    blanks."""
+    """Anchors of headings as the site and GitHub make them: lower case, no punctuation, a hyphen for each blank or run
+    of blanks."""
     titles = re.findall(r"^#+ +(.*?) *$", prose(page), re.M)
     plain = [
         re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)).strip().lower() for title in titles
@@ -64,8 +64,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @cache
 def members() -> dict[str, set[str]]:
-    """What each class of the sources has (methods, fields, what is assigned to self), and each module at its top, by
-    name."""
+    """Members by name: of each class (methods, fields, attributes assigned to self), and of each module (its top
+    level)."""
     names: dict[str, set[str]] = {}
     for path in SRC.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -108,7 +108,7 @@ def test_imports_follow_the_map() -> None:
 
 
 def defined(module: str) -> set[str]:
-    """What a module has at its top, by its text."""
+    """Names at the top level of a module, from its text."""
     path = SRC.joinpath(*module.split("."))
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     names = {a.asname or a.name for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}

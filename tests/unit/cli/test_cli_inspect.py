@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(words: list[str], message: str) -> None:
 
 
 def test_a_draft_model(tmp_path: Path) -> None:
-    """With a vocabulary of another size by padding, and with another tokenizer."""
+    """Covers a vocabulary of another size by padding, and another tokenizer."""
     target = tiny.write(tiny.target("llama"), tmp_path / "t")
     small = tiny.write(tiny.target("llama", vocab_size=304), tmp_path / "s")
     data = json.loads(call(str(target), "--drafter", f"draft:{small}", "--gpu", "h200", "--json"))["drafter"]

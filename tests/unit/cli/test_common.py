@@ -1,4 +1,4 @@
-"""What the commands share: options that list numbers, and text that is printed as it is."""
+"""Code shared by the commands: options that list numbers, and text that is printed verbatim."""
 
 from __future__ import annotations
 

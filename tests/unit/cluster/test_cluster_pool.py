@@ -53,7 +53,7 @@ class Flaky:
 
 
 class Makers:
-    """What becomes of each worker that is made: None is lost while it loads; the last one goes for all that follow."""
+    """The fate of each worker that is made: None is lost while it loads; the last one holds for all that follow."""
 
     def __init__(self, *each: Flaky | None) -> None:
         self._each = each

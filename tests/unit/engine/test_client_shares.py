@@ -17,8 +17,8 @@ from outrider.types import SamplingParams
 
 @pytest.mark.parametrize(("streams", "each"), [(0, 1), (1, 1), (2, 2), (3, 3), (6, 3)])
 def test_prompts_without_end_get_the_time_of_one_client(streams: int, each: int) -> None:
-    """Of one client, next to streams of others: a piece in each step, in every second, or in every third. A short prompt
-    of another client does not wait for that."""
+    """A client's endless prompts next to streams of others get a piece in each step, in every second, or in every
+    third. A short prompt of another client does not wait for that."""
     scheduler = Scheduler(CountingCache(9, 10_000), 9, PrefillBudget(512, with_decodes=16), 16, 1 << 30, FixedDrafts())
 
     def seq(client: str, length: int) -> Sequence:
@@ -124,7 +124,7 @@ class Client:
 
 
 def simulate(clients: list[Client], background: frozenset[str], seconds: float) -> None:
-    """What a step costs was measured: SmolLM2 on two cores with AVX-512."""
+    """Simulates steps with measured costs: SmolLM2 on two cores with AVX-512."""
     prefill = PrefillBudget(512, with_decodes=16, choices=(4, 8, *range(16, 513, 16)))
     scheduler = Scheduler(CountingCache(10, 10**6), 10, prefill, 1, 1 << 30, FixedDrafts())
     scheduler.background = background

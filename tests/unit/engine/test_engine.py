@@ -270,7 +270,7 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
 
 def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
     def budgets(decoding: abc.Sequence[int], paused: int = 0, **how: int) -> list[int]:
-        """Of forty sequences so many decode; the others wait for their prompts, but those that are paused."""
+        """So many of forty sequences decode; the others wait for their prompts, except paused ones."""
         return [PrefillBudget(512, **how).tokens(n, 40 - n - paused)[0] for n in decoding]
 
     assert budgets((0, 20, 32, 35, 36, 39), batched=2048) == [2048, 2048, 2048, 1024, 640, 640]

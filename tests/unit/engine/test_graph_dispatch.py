@@ -182,7 +182,7 @@ def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch:
 
 
 def refuse(executor: GraphExecutor, when: Callable[[Key], bool]) -> Any:
-    """As if a GPU had no memory for the graphs of these keys. Returns what captured before."""
+    """Makes the graphs of these keys fail for lack of GPU memory. Returns the original capture."""
     capture = executor.cache.capture
 
     def some(key: Key, fn: Any, strict: bool) -> Any:
@@ -274,7 +274,7 @@ def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch
 
 
 def test_a_step_without_room_to_spare_has_its_own_graph(model: Any) -> None:
-    """Where the roomy graph failed, steps with logprobs were launched for ever though their own would have fitted."""
+    """After the roomy graph failed, steps with logprobs were launched for ever though their own would have fitted."""
     _, executor = served(model, max_batch=12)
     executor.prepare()
     refuse(executor, lambda key: key.asks.logprobs >= 0 and key.batch > 3)
@@ -300,8 +300,8 @@ def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytes
 
 
 def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of them could not capture, it ran the step launched while the others captured: they waited for one
-    another for ever."""
+    """A process that could not capture ran the step launched while the others captured: they waited for one another for
+    ever."""
 
     class Pretended:
         type = "cuda"

@@ -50,7 +50,7 @@ def test_it_is_for_gpus() -> None:
 
 
 def test_a_step_never_grows_beyond_the_rows_that_are_independent() -> None:
-    """The same text in any batch was promised, and ended silently at 272 rows."""
+    """Equal text in any batch was promised, and ended silently at 272 rows."""
     can = Capabilities(independent_rows=272)
     assert [can.widest(n, True) for n in (1, 16, 17, 64, 256)] == [16, 16, 8, 3, 0]
     assert [can.widest(n, False) for n in (16, 17, 64)] == [16, 15, 3]

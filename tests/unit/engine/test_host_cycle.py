@@ -51,7 +51,7 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 def engines(
     shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuOps | None = None, max_batch: int = 4
 ) -> tuple[Engine, Engine]:
-    """The same model and drafter; the second without the one call."""
+    """Two engines with one model and drafter; the second without the one call."""
     ops = ops or CpuOps(threads=2)
     config = ModelConfig.from_hf(SHAPES[shape])
     weights = dummy_weights(config, "cpu", torch.float32, ops, None, seed=3)

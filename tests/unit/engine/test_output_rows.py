@@ -79,8 +79,8 @@ def test_wanted_rows_have_the_bits_of_all_rows(name: str, shape: Any) -> None:
 @pytest.mark.parametrize("quantize", ["int4", None])
 @pytest.mark.parametrize("name", ["gemma4_edge", "gemma4_moe", "llama", "gemma3"])
 def test_wanted_rows_in_one_call(name: str, quantize: str | None) -> None:
-    """The same of a whole pass in one call of the library, with few rows (each member's own work) and many, against
-    single operations."""
+    """Compares a whole pass in one call of the library, with few rows (each member's own work) and many, with single
+    operations."""
     config = ModelConfig.from_hf(COMPILED[name])
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, OPS, quantize, seed=3), OPS)
     compiled = OPS.compile(model)
@@ -162,8 +162,8 @@ def test_the_engine_says_the_same(room: dict[str, Any]) -> None:
 
 
 def test_prompts_go_as_far_as_their_kv() -> None:
-    """Of an edge model, whose last two of four layers write no K/V: a prompt of 64 + 1 tokens in chunks of 16, plainly
-    and drafted."""
+    """An edge model, whose last two of four layers write no K/V, reads a prompt of 64 + 1 tokens in chunks of 16,
+    plainly and drafted."""
     per_layer = {
         "edge": 6,
         "llama": 4,

@@ -248,7 +248,7 @@ def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None
 
 
 def test_only_rows_that_are_independent_are_filled_up() -> None:
-    """Of a backend that promises nothing, a pass has the rows that it was asked for."""
+    """On a backend that promises nothing, a pass has the rows that were requested."""
     engine = tiny_engine("llama", graphs=True)
     assert captured(engine).most == 0
     run(engine, [request("a", [3, 4, 5, 6], max_tokens=2)])

@@ -122,7 +122,7 @@ def test_sliding_windows_of_the_llama_family() -> None:
 
 @pytest.mark.parametrize("name", tiny.TARGETS)
 def test_a_saved_config_survives_the_file(name: str, tmp_path: Path) -> None:
-    """What transformers writes to config.json reads the same as its own dict: keys that turn into strings, dropped
+    """A config.json written by transformers reads the same as its dict: keys that turn into strings, dropped
     defaults."""
     theirs = tiny._config(name)
     theirs.save_pretrained(tmp_path)

@@ -82,7 +82,8 @@ def test_kv_of_sliding_layers_stops_at_the_window() -> None:
 
 
 def test_prompts_go_as_far_as_their_kv() -> None:
-    """Of E2B's 35 layers 15 write K/V, and the others have MLPs of twice the width: a quarter of the work is left."""
+    """Only 15 of E2B's 35 layers write K/V, and the others have MLPs of twice the width: a quarter of the work is
+    left."""
     size = model_size(ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it"]))
     assert 3.0 < (flops(size, 1024, 0, 1024) - 2.0 * 1024 * size.embedding) / flops(size, 1024, 0, 0) < 4.0
     assert flops(size, 1, 500, 1) == flops(size, 2, 499.5, 2) / 2, "decoding rows are all wanted"

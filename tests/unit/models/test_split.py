@@ -51,7 +51,7 @@ def test_query_heads_go_with_their_kv_head(heads: int, kv: int, world: int) -> N
 
 
 def held(config: ModelConfig, tp: TPRank) -> float:
-    """What a process holds of the weights that are divided."""
+    """Bytes that a process holds of the weights that are divided."""
     plans = tensor_plan(config)
     _, cuts = split_target(config, tp, lambda _: 1)
     whole = {name: torch.empty(plans[name].shape, device="meta") for name in cuts if name in plans}

@@ -1,4 +1,4 @@
-"""What backends promise, and that they are what the seam asks for."""
+"""Promises of the backends, and that backends implement their interface."""
 
 from __future__ import annotations
 

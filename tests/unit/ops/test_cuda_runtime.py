@@ -12,7 +12,7 @@ from outrider.ops.cuda import runtime
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the compiler was asked for; it gives the name back as machine code."""
+    """Names requested from a compiler that returns the name as machine code."""
     sources: list[str] = []
 
     def image(source: str, arch: str, flags: dict[str, int | str]) -> bytes:

@@ -1,4 +1,4 @@
-"""What would hold up the event loop is done elsewhere, or in pieces; memory goes back to the system."""
+"""Work that would hold up the event loop is done elsewhere, or in pieces; memory goes back to the system."""
 
 from __future__ import annotations
 

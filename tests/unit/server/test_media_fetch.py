@@ -101,7 +101,7 @@ def test_other_hosts_ports_and_schemes_are_not_asked(port: int, url: str) -> Non
 
 @pytest.mark.parametrize("found", [["127.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], []])
 def test_an_address_that_is_not_public_is_not_asked(port: int, found: list[str]) -> None:
-    """Where one of a host's addresses is inside, none is asked."""
+    """If one of a host's addresses is private, none is connected to."""
     with pytest.raises(OutriderError, match="not public"):
         fetch(port, f"http://{HOST}:{port}/cat", addresses=lambda *_: found, public=public)
     assert not Pictures.seen

@@ -1,5 +1,4 @@
-"""What the engine says on its way to the streams: in order, nothing lost, and bundled only where many streams are
-open."""
+"""Events on their way to the streams: in order, none lost, and merged only if many streams are open."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_nothing_is_lost_or_out_of_order_where_many_are_open(logprobs: bool) -> 
 
 
 async def now(calls: list[Any]) -> None:
-    """What the loop was asked to do, and what follows from it."""
+    """Runs the loop's scheduled callbacks, and those that they schedule."""
     for call in calls:
         call()
     calls.clear()

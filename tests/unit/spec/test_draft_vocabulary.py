@@ -18,7 +18,7 @@ TEXT = "The quick brown fox"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The same model with vocabularies of three sizes; the tokenizer has 262 tokens."""
+    """One model with vocabularies of three sizes; the tokenizer has 262 tokens."""
     folder = tmp_path_factory.mktemp("models")
     return {size: tiny.write(tiny.target("llama", vocab_size=size), folder / str(size)) for size in (272, 288, 304)}
 

@@ -221,8 +221,8 @@ def test_a_card_belongs_to_its_weights(tmp_path):
 
 
 def small_card(first: float):
-    """What a short training run leaves: 8 held-out answers of 13 tokens, 96 first positions judged, hardly any later
-    ones."""
+    """Acceptance after a short training run: 8 held-out answers of 13 tokens, 96 first positions judged, hardly any
+    later ones."""
     luck = random.Random(0)
     runs = [
         [next((j for j in range(16) if luck.random() >= (first if j == 0 else 0.5)), 16) for _ in range(13)]

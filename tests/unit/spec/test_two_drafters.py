@@ -65,7 +65,7 @@ def test_the_choice_follows_the_text() -> None:
 
 
 def test_one_drafter_is_never_compared() -> None:
-    """With one network drafter nothing is planned that was not before."""
+    """A single network drafter causes no plan that was not made before."""
     controller = Controller(table(3e-4, 1e-3), ("mtp", "ngram"))
     assert {*used(controller, {"mtp": 4})} == {"mtp"}
     assert controller._explored == 0.0

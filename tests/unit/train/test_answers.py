@@ -49,7 +49,7 @@ def plan(count: int = 11) -> list[Task]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[tuple[int, int], list[int]]:
-    """What the engine says undisturbed."""
+    """Answers of an undisturbed engine."""
     rows = prompts()
     requests = [
         request(

@@ -235,7 +235,7 @@ def job(**change: Any) -> TrainConfig:
 
 
 def phases(name: str) -> list[TrainConfig]:
-    """Of a shipped recipe: what each phase comes to."""
+    """Settings of each phase of a shipped recipe."""
     recipe = read_recipe(name)
     return [job().with_values(recipe.values, name).with_values(p.values, name).resolved() for p in recipe.phases]
 

@@ -68,7 +68,7 @@ def test_thinned_steps_learn_the_same_on_average(tmp_path: Path, monkeypatch: py
 
 
 def test_thinning_follows_the_chance_that_a_row_is_reached(tmp_path: Path) -> None:
-    """With survival the rows are drawn by weight; nothing depends on anything but seed and step."""
+    """Survival draws rows by weight; nothing depends on anything but seed and step."""
     first, again = (gradients(made(tmp_path, loss_row_share=0.4, survival_weight=0.7)) for _ in range(2))
     whole, counted = gradients(made(tmp_path, survival_weight=0.7))
     assert all(torch.equal(first[0][name], again[0][name]) for name in whole)

@@ -19,7 +19,7 @@ BY_HAND = {
 
 
 def permute(x: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to Llama's q and k."""
+    """Permutes Llama's q and k like llama.cpp's converter."""
     return x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 

@@ -45,7 +45,7 @@ def named(name: str) -> str:
 
 
 def write(path: Path, layout: str, state: dict[str, Tensor], quantise: str | None = None, **change: Any) -> Path:
-    """As llama.cpp's converter does; change: metadata to add, or to leave out (None)."""
+    """Writes a file like llama.cpp's converter; change: metadata to add, or to leave out (None)."""
     raw = LAYOUTS[layout]
     config = BlockConfig.from_hf(raw)
     arch = "eagle3" if config.kind == "eagle3" else "dflash"

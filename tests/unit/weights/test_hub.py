@@ -76,7 +76,7 @@ def test_what_can_be_no_name_does_not_exist(name: str) -> None:
 
 
 def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a number for a user: no configuration, and the cache in the temporary folder."""
+    """In a container with a numeric user there is no configuration, and the cache is in the temporary folder."""
     for name in ("HOME", "OUTRIDER_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)

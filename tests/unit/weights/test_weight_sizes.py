@@ -1,4 +1,4 @@
-"""What `inspect` says weights take against what loading them really allocates, by format."""
+"""Compares the sizes that `inspect` predicts with those that loading allocates, by format."""
 
 from __future__ import annotations
 
