@@ -112,7 +112,9 @@ class OurKernels:
         self.ids = torch.randint(0, self.config.vocab_size, (PREFILL,), generator=torch.Generator().manual_seed(0))
 
     def view(self, start: int, rows: int) -> KVView:
-        as_long = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+        def as_long(values):
+            return torch.tensor(values, dtype=torch.int64)
+
         return self.store.view(
             as_long([self.seq.slot]), torch.arange(start, start + rows), torch.zeros(rows, dtype=torch.int64),
             torch.tensor([0, rows], dtype=torch.int32), rows, start + rows,

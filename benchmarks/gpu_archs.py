@@ -252,7 +252,10 @@ def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Cal
     if args.model:
         yield None, lambda: whole_model(args.model, args.rows, pdl)
         return
-    rows_of = lambda kind: (1, 16, 32, 64, 512) if kind in FORMATS else (1, 17, 64, 128, 160, 320, 512, 2048)
+
+    def rows_of(kind):
+        return (1, 16, 32, 64, 512) if kind in FORMATS else (1, 17, 64, 128, 160, 320, 512, 2048)
+
     every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION, EIGHT_BITS) for rows in rows_of(kind)]
     every += [(EXPERTS + kind, rows) for kind in FORMATS for rows in (1, 17, 64, 320, 1024)]
     short = (

@@ -122,7 +122,10 @@ def engine(name: str, layers: int | None, device: torch.device, ks: list[int], q
     executor = llm.engine.executors[0].name
     print(f"{name}: loaded, {took:.0f} s; decoding by {executor}", flush=True)
     place = encoder.config.placeholder_id
-    photo = lambda i: np.random.default_rng(i).integers(0, 256, (600, 800 + 60 * i, 3), dtype=np.uint8)  # noqa: E731
+
+    def photo(i):
+        return np.random.default_rng(i).integers(0, 256, (600, 800 + 60 * i, 3), dtype=np.uint8)
+
     texts = [rng.integers(10, 250, 40).tolist() for _ in range(3)]
     prompts = [
         {"text": [2, *texts[0], place, *texts[1], place, 7, 8, 9], "images": [photo(0), photo(1)]},

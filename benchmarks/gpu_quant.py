@@ -100,10 +100,16 @@ def products(formats: list[str], shapes: list[str]) -> None:
             times = {}
             triton = {}
             for rows in (1, 5, 8, 16, 40, 64, 320):
-                call = lambda i, x=x[:rows], many=many, extras=extras: ops.multiply(x, many[i], extras)  # noqa: E731
+
+                def call(i, x=x[:rows], many=many, extras=extras):
+                    return ops.multiply(x, many[i], extras)
+
                 times[rows] = round(graph_us(call, len(many), 6), 1)
                 if rows <= 8:
-                    call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)
+
+                    def call(i, x=x[:rows], many=many, extras=extras):
+                        return quant_linear(x, many[i], seen, extras, True)
+
                     triton[rows] = round(graph_us(call, len(many), 6), 1)
             floor = round(packed.nbytes / BANDWIDTH * 1e6, 1)
             row = dict(

@@ -102,7 +102,10 @@ class Load:
     def bodies(self, seed: int) -> list[tuple[float, dict[str, Any]]]:
         """(seconds from the start, the request)."""
         rng = random.Random(seed)
-        ids = lambda n: [rng.randrange(8, self.vocab) for _ in range(n)]  # noqa: E731
+
+        def ids(n):
+            return [rng.randrange(8, self.vocab) for _ in range(n)]
+
         common = dict(model="dummy", stream=True, temperature=0, ignore_eos=True, outrider={"draft_tokens": self.k})
         out = [(0.0, {**common, "prompt": ids(self.prompt), "max_tokens": self.tokens}) for _ in range(self.streams)]
         return out + [
@@ -178,7 +181,10 @@ def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
             if begin <= before and at <= end and count > 0:
                 chunks.append((at - before) * 1e3)
                 tokens += [(at - before) * 1e3 / count] * count
-    at = lambda values, q: sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0  # noqa: E731
+
+    def at(values, q):
+        return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0
+
     durations = {}
     for name, values in (("token", tokens), ("chunk", chunks)):
         for label, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):

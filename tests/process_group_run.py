@@ -52,7 +52,10 @@ def compare(case: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
     parallel = logits(TextModel(config, weights, ReferenceOps(), group))
     whole_config = ModelConfig.from_hf(hub.resolve(case["model"]).config)
     _, cuts = split_target(whole_config, TPRank(0, group.tp.world), lambda name: 1)
-    size = lambda held: sum(held[name].nbytes for name in cuts if name in held)
+
+    def size(held):
+        return sum(held[name].nbytes for name in cuts if name in held)
+
     most = -group.all_reduce_min([-size(weights)])[0]  # what the fullest process holds
     if group.tp.rank:
         return {}

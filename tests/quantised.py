@@ -76,7 +76,10 @@ def awq(group: int) -> Callable[[Tensor], Made]:
     def make(w: Tensor) -> Made:
         q, zero, scale, values = grid(w, 4, group, False, torch.float16)
         places = [0, 2, 4, 6, 1, 3, 5, 7]
-        pack = lambda t: words(t.t().contiguous(), 4, places)
+
+        def pack(t):
+            return words(t.t().contiguous(), 4, places)
+
         return {"qweight": pack(q), "qzeros": pack(zero), "scales": scale.t().contiguous()}, values
 
     return make

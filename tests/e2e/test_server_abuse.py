@@ -111,7 +111,10 @@ def test_others_are_served_while_a_bomb_is_tried_and_its_trial_ends_with_its_cli
     with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
         post(s, response_format={"type": "json_object"})  # the sandbox is up
         sandbox = s.model.grammars._sandbox
-        trials = lambda: [child for process in children(sandbox._process.pid) for child in children(process)]
+
+        def trials():
+            return [child for process in children(sandbox._process.pid) for child in children(process)]
+
         schemas = [{"type": "integer", "multipleOf": 62615533 + 2 * i} for i in range(3)]
         forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
         bombs = [raw(s, request("/v1/chat/completions", {"messages": HI, "response_format": form})) for form in forms]

@@ -229,7 +229,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(folder: Path) -> None:
 def test_pages_run_out_and_everybody_finishes(folder: Path) -> None:
     """Room for about three of eight sequences: the others wait or are pre-empted, and give the same texts as alone."""
     with serve(folder, "ngram", kv_tokens=640) as s:
-        ask = lambda i: chat(s, f"prompt {i}", seed=i, temperature=0.9, max_tokens=120, extra_body={"ignore_eos": True})
+
+        def ask(i):
+            return chat(s, f"prompt {i}", seed=i, temperature=0.9, max_tokens=120, extra_body={"ignore_eos": True})
+
         with ThreadPoolExecutor(8) as pool:
             together = [a.choices[0].message.content for a in pool.map(ask, range(8))]
         assert [ask(i).choices[0].message.content for i in (0, 5)] == [together[0], together[5]]

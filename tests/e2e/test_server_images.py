@@ -160,7 +160,10 @@ def test_batches_of_images_are_exact(served: Served, llm: LLM, tmp_path: Path) -
     from concurrent.futures import ThreadPoolExecutor
 
     urls = [f"data:image/jpeg;base64,{encoded(tiny_vision.picture(60, 40 + 20 * i, i), 'JPEG')}" for i in range(4)]
-    ask = lambda url: chat(served, [{"type": "image_url", "image_url": url}, {"type": "text", "text": "x"}]).json()  # noqa: E731
+
+    def ask(url):
+        return chat(served, [{"type": "image_url", "image_url": url}, {"type": "text", "text": "x"}]).json()
+
     alone = [ask(url)["choices"][0]["message"]["content"] for url in urls]
     llm.engine.store.prefix.clear()
     with ThreadPoolExecutor(8) as pool:

@@ -45,7 +45,9 @@ def test_keys() -> None:
 
 
 def test_foreign_hosts_and_origins(served: Served) -> None:
-    ask = lambda **headers: served.http.get("/v1/models", headers=headers).status_code
+    def ask(**headers):
+        return served.http.get("/v1/models", headers=headers).status_code
+
     assert ask(Host="evil.example") == 403 and ask(Origin="https://evil.example") == 403
     assert ask(Host=f"localhost:{served.port}") == 200 and ask(Origin=served.url) == 200
 

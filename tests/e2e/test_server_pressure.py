@@ -124,7 +124,9 @@ def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyP
     with Served(engine, TOK, 1 << 20, max_concurrent=4, stall_timeout=300) as s:
         silent = raw(s, "/v1/chat/completions", json.dumps(body).encode())
         until(lambda: len(engine.running) == 2)
-        made = lambda: sum(len(r.out) for r in engine.running.values())
+
+        def made():
+            return sum(len(r.out) for r in engine.running.values())
 
         def waits() -> bool:
             before = made()

@@ -35,7 +35,10 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
 torch.set_num_threads(1)
-QUIET = lambda _: None
+
+
+def quiet(_):
+    return None
 
 
 def prompts(path: Path, count: int = 48) -> Path:
@@ -55,7 +58,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("train")
     target = tiny.write_target("smollm2", folder / "target")
     data = prompts(folder / "prompts.jsonl")
-    run.train(job(target, data, folder / "run"), QUIET)
+    run.train(job(target, data, folder / "run"), quiet)
     return target, data, folder / "run"
 
 
@@ -82,7 +85,7 @@ def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path],
     bare = shutil.copytree(out / "drafter", tmp_path / "bare", ignore=shutil.ignore_patterns(acceptance.FILE))
     rows = [r for r in log(out) if "loss" in r]
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
-    result = evaluate_drafter(str(target), str(bare), EvalConfig(data, max_tokens=32), card=True, say=QUIET)
+    result = evaluate_drafter(str(target), str(bare), EvalConfig(data, max_tokens=32), card=True, say=quiet)
     print_of = json.loads((out / "drafter" / acceptance.FILE).read_text())["weights"]
     card = acceptance.read(bare, print_of)
     assert card is not None and card.judged > 100
@@ -116,9 +119,9 @@ def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_k
     best, last = ((tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("drafter", "last"))
     assert best == (out / "drafter" / "model.safetensors").read_bytes() != last
     with pytest.raises(OutriderError, match="begun with other prompts"):
-        run.train(replace(again, eval_data=None), QUIET)
+        run.train(replace(again, eval_data=None), quiet)
     with pytest.raises(OutriderError, match="begun with other prompts"):
-        run.train(replace(again, data=apart), QUIET)
+        run.train(replace(again, data=apart), quiet)
 
 
 def test_a_folder_of_another_models_run_is_refused_and_keeps_its_drafter(
@@ -131,13 +134,13 @@ def test_a_folder_of_another_models_run_is_refused_and_keeps_its_drafter(
     with pytest.raises(
         OutriderError, match=f"holds a run for another model .*other weights than {tuned}.*choose another --out"
     ):
-        run.train(job(tuned, data, out), QUIET)
+        run.train(job(tuned, data, out), quiet)
     with pytest.raises(OutriderError, match="holds a drafter that this recipe did not make"):
-        train_recipe(job(target, data, out), Recipe("r", {}, (Phase("one", 1.0, {}),)), QUIET)
+        train_recipe(job(target, data, out), Recipe("r", {}, (Phase("one", 1.0, {}),)), quiet)
     foreign = tmp_path / "foreign"
     shutil.copytree(out / "drafter", foreign / "drafter")
     with pytest.raises(OutriderError, match="of unknown origin"):
-        run.train(job(target, data, foreign), QUIET)
+        run.train(job(target, data, foreign), quiet)
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
@@ -156,7 +159,7 @@ def test_changed_settings_of_a_run_that_goes_on_are_refused_or_said(
         ({"batch_anchors": 256}, "batch_anchors 768 -> 256"),
     ):
         with pytest.raises(OutriderError, match=rf"begun with other settings \({said}\): choose another --out"):
-            run.train(replace(first, **change), QUIET)
+            run.train(replace(first, **change), quiet)
     lines: list[str] = []
     worse = replace(first, lr=3.0, steps=64, warmup_steps=1, lr_hold=1.0, eval_every=0)  # it unlearns
     result = run.train(worse, lines.append)
@@ -216,7 +219,7 @@ def test_a_killed_run_continues_bit_by_bit(
     monkeypatch.setattr(Trainer, "update", update)
     monkeypatch.setattr(Trainer, "report", report)
     with pytest.raises(Killed):
-        run.train(job(target, data, tmp_path / "run"), QUIET)
+        run.train(job(target, data, tmp_path / "run"), quiet)
     monkeypatch.setattr(Trainer, "update", real)
     said: list[str] = []
     run.train(job(target, data, tmp_path / "run"), said.append)
@@ -269,16 +272,16 @@ def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, data, out = world
-    before = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=QUIET)[
+    before = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=quiet)[
         "tokens_per_cycle"
     ][4]
     tuned = tiny.write(fine_tune(transformers.AutoModelForCausalLM.from_pretrained(target)), tmp_path / "tuned")
-    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=QUIET)[
+    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=quiet)[
         "tokens_per_cycle"
     ][4]
-    run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
+    run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), quiet)
     after = evaluate_drafter(
-        str(tuned), str(tmp_path / "run" / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=QUIET
+        str(tuned), str(tmp_path / "run" / "drafter"), EvalConfig(data, max_tokens=24, limit=12), say=quiet
     )["tokens_per_cycle"][4]
     assert dropped < before - 1 and after - dropped > 0.5 * (before - dropped)  # more than half of what was lost
 
@@ -289,7 +292,7 @@ def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
     data = prompts(tmp_path / "p.jsonl", 24)
     more = settings(steps=40, unroll=2, lr=4e-3, warmup_steps=5, log_every=20)
     run.train(
-        job(target, data, tmp_path / "run", hidden_size=24, intermediate_size=32, batch_anchors=512, **more), QUIET
+        job(target, data, tmp_path / "run", hidden_size=24, intermediate_size=32, batch_anchors=512, **more), quiet
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     helper = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "drafter", dtype=torch.float32).eval()
@@ -310,16 +313,16 @@ def test_bad_input_is_one_line(world: tuple[Path, Path, Path], tmp_path: Path) -
     broken = tmp_path / "broken.jsonl"
     broken.write_text(data.read_text().splitlines()[0] + '\n{"prompt": \n')
     with pytest.raises(OutriderError, match=r"broken.jsonl:2: not JSON"):
-        run.train(job(target, broken, tmp_path / "a"), QUIET)
+        run.train(job(target, broken, tmp_path / "a"), quiet)
     broken.write_text('{"prompt": ""}\n')
     with pytest.raises(OutriderError, match=r"broken.jsonl:1: no text"):
-        run.train(job(target, broken, tmp_path / "b"), QUIET)
+        run.train(job(target, broken, tmp_path / "b"), quiet)
     broken.write_text("")
     with pytest.raises(OutriderError, match="holds no prompts"):
-        run.train(job(target, broken, tmp_path / "c"), QUIET)
+        run.train(job(target, broken, tmp_path / "c"), quiet)
     other = tiny.write_target("llama", tmp_path / "other")
     with pytest.raises(OutriderError, match="hidden size"):
-        run.train(job(other, data, tmp_path / "d", init=str(out / "drafter")), QUIET)
+        run.train(job(other, data, tmp_path / "d", init=str(out / "drafter")), quiet)
 
 
 def test_nan_and_a_full_disk_keep_the_last_checkpoint(
@@ -340,7 +343,7 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
 
     monkeypatch.setattr(module.Trainer, "loss", poisoned)
     with pytest.raises(OutriderError, match=r"nan at step 31.*last checkpoint is good"):
-        run.train(job(target, data, run_folder, save_minutes=1e-9), QUIET)
+        run.train(job(target, data, run_folder, save_minutes=1e-9), quiet)
     monkeypatch.setattr(module.Trainer, "loss", real)
     checkpoint = torch.load(run_folder / "checkpoint.pt", weights_only=True)
     assert checkpoint["progress"]["step"] == 30 and all(
@@ -354,7 +357,7 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
     before = (run_folder / "checkpoint.pt").read_bytes()
     monkeypatch.setattr(module.torch, "save", full)
     with pytest.raises(OutriderError, match="last checkpoint is kept"):
-        run.train(job(target, data, run_folder, save_minutes=1e-9), QUIET)
+        run.train(job(target, data, run_folder, save_minutes=1e-9), quiet)
     assert (run_folder / "checkpoint.pt").read_bytes() == before and not (run_folder / "checkpoint.part").exists()
 
 
@@ -431,10 +434,10 @@ def test_prompts_of_the_training_are_named(world: tuple[Path, Path, Path], tmp_p
     """2.82 tokens per cycle on the prompts of the training, 1.39 on new ones, and nothing said so."""
     target, data, out = world
     drafter = str(out / "drafter")
-    heldout = TrainRun(job(target, data, out).resolved(), Budget(None, 0.0), Stop(), say=QUIET, progress=None).held(
+    heldout = TrainRun(job(target, data, out).resolved(), Budget(None, 0.0), Stop(), say=quiet, progress=None).held(
         Sequences.load(out / "prompts.npz")
     )
-    whole = evaluate_drafter(str(target), drafter, EvalConfig(data, max_tokens=12), say=QUIET)
+    whole = evaluate_drafter(str(target), drafter, EvalConfig(data, max_tokens=12), say=quiet)
     texts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
     learnt = {text for i, text in enumerate(texts) if i not in heldout}
     assert whole["trained_on"] == sum(text in learnt for text in texts) and whole["same_file"]
@@ -443,7 +446,7 @@ def test_prompts_of_the_training_are_named(world: tuple[Path, Path, Path], tmp_p
     )
     fresh = tmp_path / "fresh.jsonl"
     fresh.write_text(json.dumps({"prompt": "sea sun sea sun sea sun"}) + "\n")
-    other = evaluate_drafter(str(target), drafter, EvalConfig(fresh, max_tokens=12), say=QUIET)
+    other = evaluate_drafter(str(target), drafter, EvalConfig(fresh, max_tokens=12), say=quiet)
     assert other["trained_on"] == 0 and not other["same_file"] and "unseen" not in other
 
 

@@ -71,7 +71,10 @@ def in_order(q: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, span_end
     out = torch.empty_like(q).view(-1, spec.heads, spec.head_dim)
     group = spec.heads // spec.kv_heads
     scale = torch.tensor(spec.scale * 1.4426950408889634)
-    known = lambda top: torch.where(top.isinf(), 0.0, top)
+
+    def known(top):
+        return torch.where(top.isinf(), 0.0, top)
+
     keys, values = (side[0] for side in (kv.keys, kv.values))
     assert keys is not None and values is not None
     for row, (b, at) in enumerate(zip(kv.row_seq.tolist(), kv.positions.tolist())):

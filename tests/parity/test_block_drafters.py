@@ -66,7 +66,10 @@ def test_dflash_is_zlabs(tmp_path: Path, layout: str, target: str) -> None:
         position_ids=torch.arange(CONTEXT + len(ids))[None],
     )
     torch.testing.assert_close(hidden, want[0], **CLOSE)
-    head = lambda h: F.linear(h, model.head)  # noqa: E731
+
+    def head(h):
+        return F.linear(h, model.head)
+
     torch.testing.assert_close(z, theirs.compute_logits(want, head)[0], **CLOSE)
     if layout == "dflash2":
         path, *_ = theirs.propose(want[:, 1:], ids[:1], head, 0.0)

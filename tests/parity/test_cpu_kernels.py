@@ -202,7 +202,10 @@ def test_choose(ops: CpuOps) -> None:
         noisy = z + gumbel(seed[:, None], position[:, None], torch.arange(n) if ids is None else ids) * sampled[:, None]
         # logarithms differ in the last bit: the choice must be the best but for that
         assert (noisy.gather(1, got[:, None])[:, 0] >= noisy.amax(-1) - (1e-5 + 2e-7 * z.amax(-1).abs())).all()
-        one = lambda i: [None if t is None else t[i : i + 1] for t in (z, seed, position, ids, sampled)]
+
+        def one(i):
+            return [None if t is None else t[i : i + 1] for t in (z, seed, position, ids, sampled)]
+
         assert torch.equal(got, torch.cat([ops.gumbel_argmax(*one(i)) for i in range(rows)]))
     assert torch.equal(ops.gumbel_argmax(z, seed, position, None, ~sampled)[sampled], z[sampled].argmax(-1))
 

@@ -301,7 +301,10 @@ def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim
     ):
         same(attend(q, spec, kv, False, cut, shape), want)
     same(prefill_attention.attend(q, spec, kv, False, cut, AttentionConfig(False, 64, 4, 1)), want)
-    sort = lambda x: x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
+
+    def sort(x):
+        return x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
+
     wide = replace(
         kv,
         keys=[sort(t.to(kind)) for t in kv.keys if t is not None],

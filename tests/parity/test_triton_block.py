@@ -72,7 +72,10 @@ def test_attend_block(ops: TritonOps, case: tuple, dtype: torch.dtype, monkeypat
     if causal:
         mine = rows()
         parts = []
-        grid = lambda t: t.view(size, slots, -1)  # noqa: E731
+
+        def grid(t):
+            return t.view(size, slots, -1)
+
         for j in range(slots):
             one = [grid(t)[:, j].contiguous() for t in (q, made, cos, sin)]
             parts.append(ops.attend_block(one[0], one[1], (one[2], one[3]), attn, kv, mine, j))

@@ -124,7 +124,10 @@ def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
     for gated in (False, True):
         tile = GemmReduction(16, 32, 3, 2, swap_ab=True)
         end = Epilogue(act="silu" if gated else "")
-        run = lambda a, shape=None: dense_gemm(a, w, ops.gemm, end, tile, shape)
+
+        def run(a, shape=None):
+            return dense_gemm(a, w, ops.gemm, end, tile, shape)
+
         whole = run(x)
         same(run(x[:rows]), whole[:rows])
         for shape in (Rows(64, 32, 32, 2, serial_splitk=True), Rows(32, 16, 32, 2, swap_ab=False)):

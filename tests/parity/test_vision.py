@@ -133,7 +133,10 @@ def test_an_image_in_a_second_turn(kind: str, tmp_path: Path) -> None:
     model = tiny_vision.target(kind)
     params = SamplingParams(max_tokens=1, logprobs=20)
     images = [tiny_vision.picture(90, 200, 1), tiny_vision.picture(64, 48, 2)]
-    picture = lambda i: {"type": "image", "image": images[i]}  # noqa: E731
+
+    def picture(i):
+        return {"type": "image", "image": images[i]}
+
     turns = [{"role": "user", "content": [picture(0), {"type": "text", "text": "What is it?"}]}]
     llm.chat(turns, params)
     turns += [{"role": "assistant", "content": "A cat."}]

@@ -145,9 +145,10 @@ def test_no_value_is_looked_at(layout: str) -> None:
     ops = ShapesOnly()
     variant = "dense" if "gemma" in layout else "llama"
     target = ModelConfig.from_hf(VARIANTS[variant])
-    blank = lambda plans: {  # noqa: E731
-        n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in plans.items()
-    }
+
+    def blank(plans):
+        return {n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in plans.items()}
+
     model = TextModel(target, blank(tensor_plan(target)), ops)
     config = BlockConfig.from_hf(LAYOUTS[layout]).bound(target)
     block_drafter = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))

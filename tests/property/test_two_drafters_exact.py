@@ -298,9 +298,10 @@ def test_no_value_is_looked_at() -> None:
     """A captured step with two drafters never waits for the device."""
     ops = ShapesOnly()
     target = ModelConfig.from_hf(VARIANTS["llama"])
-    blank = lambda plans: {  # noqa: E731
-        n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in plans.items()
-    }
+
+    def blank(plans):
+        return {n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in plans.items()}
+
     model = TextModel(target, blank(tensor_plan(target)), ops)
     config = BlockConfig.from_hf(LAYOUTS["speculators-eagle3"]).bound(target)
     block = BlockDrafter(BlockNet(config, blank(tensor_plan(config)), ops, model))

@@ -191,7 +191,10 @@ def one(size: str, device: str, dry: bool) -> None:
         load = LoadSettings(
             drafter=drafter, draft_tokens=K, tree="off", device=device, load_format="dummy", engine=settings(context, 4)
         )
-        quiet = lambda line: None
+
+        def quiet(line):
+            return None
+
         group = join(1, device)
         say(
             f"one: {size}, {dist.get_backend()} at world size 1"

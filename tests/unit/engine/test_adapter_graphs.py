@@ -45,7 +45,10 @@ MODELS = {name: tiny_model(name, ops=SlottedOps(threads=1)) for name in ("dense"
 
 def pool(variant: str, folder: Path, slots: int = 8) -> AdapterPool:
     model = MODELS[variant]
-    load = lambda name, path: load_adapter(name, path, model.config, model.ops, model.dtype, model.device)  # noqa: E731
+
+    def load(name, path):
+        return load_adapter(name, path, model.config, model.ops, model.dtype, model.device)
+
     adapters = AdapterPool(model, load, slots)
     for i, name in enumerate(NAMES):
         adapters.add(name, str(write_adapter(model.config, folder / variant / name, seed=i, rank=RANKS[i])))

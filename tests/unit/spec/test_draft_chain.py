@@ -106,7 +106,10 @@ def test_a_cheapened_draft_model_changes_no_answer():
     engine = tiny_engine(drafter=small, model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
     plain = tiny_engine(model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
     prompts = [[i + 2, 7, 45, 7] if i else [3, 44, 8] * 100 for i in range(len(REQUESTS))]
-    made = lambda k: [request(str(i), p, k, **r) for i, (p, r) in enumerate(zip(prompts, REQUESTS))]
+
+    def made(k):
+        return [request(str(i), p, k, **r) for i, (p, r) in enumerate(zip(prompts, REQUESTS))]
+
     want = run(plain, made(0))
     got = run(engine, [*made(4)[:2], *made(1)[2:4], *made(16)[4:]])
     small.audit()

@@ -108,7 +108,10 @@ def test_doubtful_guesses_end_a_draft():
     some.trust = trust
     some.plans = [DraftPlan("draft_model", 5, *each) for each in ends]
     got = old.propose(some, 5)
-    first = lambda row, below: next(i for i, p in enumerate(row) if p < below)
+
+    def first(row, below):
+        return next(i for i, p in enumerate(row) if p < below)
+
     assert got.lengths.tolist() == [first(path[0], path[0][1] + 1e-9) + 1, 1, first(path[2], path[2][2] + 1e-9)]
     for b, n in enumerate(got.lengths.tolist()):
         assert got.tokens[b, :n].tolist() == whole.tokens[b, :n].tolist()
