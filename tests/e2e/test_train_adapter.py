@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import tiny
-from tests.e2e.test_train import QUIET, job, prompts
+from tests.e2e.test_train import job, prompts, quiet
 from tests.lora import peft_model, write_adapter
 
 from outrider import LLM, SamplingParams
@@ -45,7 +45,7 @@ def test_from_answers_to_the_adapters_own_drafter(tmp_path: Path, capsys: pytest
         write_adapter(known.config, tmp_path / name, seed=i, size=0.05)
     out = tmp_path / "run"
     adapter = str(tmp_path / "a")
-    run.train(job(target, data, out, adapter=adapter, steps=8, eval_every=0), QUIET)
+    run.train(job(target, data, out, adapter=adapter, steps=8, eval_every=0), quiet)
     llm = LLM.load(str(target), drafter="none", device="cpu", adapters={"a": adapter})
     encoded = encode(read_prompts(data), known.text, known.config.vocab_size, max_tokens=64)
     cold = [a for a in read_answers(out / "answers.jsonl").values() if a.temperature == 0]
@@ -60,7 +60,7 @@ def test_from_answers_to_the_adapters_own_drafter(tmp_path: Path, capsys: pytest
     assert config["target_hash"] == describe(str(target), adapter).hash
 
     with pytest.raises(OutriderError, match="another model"):
-        run.train(job(target, data, out, adapter=str(tmp_path / "b"), steps=9, eval_every=0), QUIET)
+        run.train(job(target, data, out, adapter=str(tmp_path / "b"), steps=9, eval_every=0), quiet)
 
     shutil.copytree(out / "drafter", tmp_path / "a" / "drafter")
     said: list[str] = []

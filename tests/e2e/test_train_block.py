@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests import tiny
 from tests.block_drafters import LAYOUTS, speculators, tensors, write
-from tests.e2e.test_train import QUIET, job, prompts
+from tests.e2e.test_train import job, prompts, quiet
 
 from outrider.cli.main import main
 from outrider.llm import LLM
@@ -40,7 +40,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind = str(request.param)
     target = tiny.write_target("smollm2", folder / "target")
     data = prompts(folder / "prompts.jsonl")
-    run.train(job(target, data, folder / "run", kind=kind, **BLOCK), QUIET)
+    run.train(job(target, data, folder / "run", kind=kind, **BLOCK), quiet)
     return target, data, folder / "run", kind
 
 
@@ -52,7 +52,7 @@ def test_a_trained_drafter_is_in_the_speculators_layout(world: tuple[Path, Path,
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in rows if "loss" in r]
     assert losses[-1] < losses[0]
-    report = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, limit=8, max_tokens=24), say=QUIET)
+    report = evaluate_drafter(str(target), str(out / "drafter"), EvalConfig(data, limit=8, max_tokens=24), say=quiet)
     assert report["tokens_per_cycle"][4] > 1.0 and report["answers"] == 8
 
 
@@ -60,9 +60,9 @@ def test_a_run_goes_on_bit_by_bit(world: tuple[Path, Path, Path, str], tmp_path:
     """Stopped after 20 steps and continued, it ends with the weights of the run that was never stopped."""
     target, data, _, kind = world
     config = job(target, data, tmp_path / "r", kind=kind, **BLOCK)
-    run.train(replace(config, steps=20, lr_hold=1.0), QUIET)
-    run.train(replace(config, steps=40, lr_hold=1.0), QUIET)
-    run.train(replace(config, steps=40, lr_hold=1.0, out=tmp_path / "whole"), QUIET)
+    run.train(replace(config, steps=20, lr_hold=1.0), quiet)
+    run.train(replace(config, steps=40, lr_hold=1.0), quiet)
+    run.train(replace(config, steps=40, lr_hold=1.0, out=tmp_path / "whole"), quiet)
     kept, whole = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["net"] for name in ("r", "whole"))
     assert all(torch.equal(kept[name], whole[name]) for name in whole)
 
@@ -98,12 +98,12 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path, str]) -
 def test_a_warm_start_begins_with_the_drafter_given(world: tuple[Path, Path, Path, str], tmp_path: Path) -> None:
     target, data, out, kind = world
     config = job(target, data, tmp_path / "r", kind=kind, **BLOCK, init=str(out / "drafter"), steps=1, lr=1e-9)
-    run.train(config, QUIET)
+    run.train(config, quiet)
     before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (out, tmp_path / "r"))
     assert all(torch.allclose(after[name].float(), before[name].float(), atol=1e-2) for name in before)
     with pytest.raises(OutriderError, match="no block drafter"):
         shutil.copytree(Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2", tmp_path / "mtp")
-        run.train(replace(config, out=tmp_path / "r2", init=str(tmp_path / "mtp")), QUIET)
+        run.train(replace(config, out=tmp_path / "r2", init=str(tmp_path / "mtp")), quiet)
 
 
 def test_export_and_back(world: tuple[Path, Path, Path, str], tmp_path: Path) -> None:

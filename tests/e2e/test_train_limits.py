@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import tiny
-from tests.e2e.test_train import QUIET, job, prompts, settings
+from tests.e2e.test_train import job, prompts, quiet, settings
 from tests.waiting import PATIENCE, until
 
 from outrider.cli.main import main
@@ -122,7 +122,7 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     earnest."""
     target, data = world
     base = job(target, data, tmp_path / "base", max_new=16, batch_anchors=256)
-    run.train(base, QUIET)
+    run.train(base, quiet)
     out = tmp_path / "out"
     spoils = ("--init", str(tmp_path / "base" / "drafter"), "--lr", "3")
     command = endless(target, data, out, *spoils, eval_every=3, warmup_steps=1)
@@ -136,7 +136,7 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     assert all(torch.equal(as_tensor(best[name]), as_tensor(start[name])) for name in best)
     more = settings(steps=2, unroll=2, warmup_steps=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
     same = replace(base, out=out, init=str(tmp_path / "base" / "drafter"), layers=2, **more)
-    run.train(same, QUIET)
+    run.train(same, quiet)
     ended = load_drafter(str(out / "drafter"), "cpu", torch.float32)[1]
     assert all(torch.equal(as_tensor(best[name]), as_tensor(ended[name])) for name in best)
 
@@ -151,14 +151,14 @@ def test_minutes_are_kept(world: tuple[Path, Path], tmp_path: Path, monkeypatch:
         target, data, tmp_path, minutes=0.25, **dict(max_new=12), **settings(steps=10**6, unroll=2, eval_every=0)
     )
     began = time.perf_counter()
-    result = run.train(quick, QUIET)
+    result = run.train(quick, quiet)
     took = time.perf_counter() - began
     assert result["full"]["answers"] > 0 and 8 < took < 15 * 1.1 + 20
     spent = json.loads((tmp_path / "spent.json").read_text())["seconds"]
     assert abs(spent - took) < 5
     steps = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"]
     began = time.perf_counter()
-    run.train(quick, QUIET)
+    run.train(quick, quiet)
     assert time.perf_counter() - began < 30
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"] <= steps + 200
 
@@ -168,7 +168,7 @@ def test_answering_ends_in_time_and_training_takes_what_there_is(world: tuple[Pa
     target, _ = world
     many = prompts(tmp_path / "many.jsonl", 5000)
     out = tmp_path / "out"
-    run.train(job(target, many, out, answer_minutes=0.05, **settings(steps=3, unroll=2, warmup_steps=1)), QUIET)
+    run.train(job(target, many, out, answer_minutes=0.05, **settings(steps=3, unroll=2, warmup_steps=1)), quiet)
     data = Sequences.load(out / "data.npz")
     assert 0 < len(data) < 5000 and (out / "drafter" / "acceptance.json").exists()
 
@@ -181,12 +181,12 @@ def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
     monkeypatch.setattr(answers, "answering_engine", None)  # nothing is loaded for the forecast
     out = tmp_path / "runs" / "mine"
     with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
-        run.train(job(target, data, out, minutes=1.0), QUIET)
+        run.train(job(target, data, out, minutes=1.0), quiet)
     assert not out.parent.exists()  # nothing is left that would stand in the way of other settings
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
     with pytest.raises(OutriderError, match="is too short here"):
-        run.train(job(target, data, tmp_path, minutes=1.0, max_new=8), QUIET)
+        run.train(job(target, data, tmp_path, minutes=1.0, max_new=8), quiet)
     assert [*tmp_path.iterdir()] == [notes]
 
 
@@ -210,7 +210,7 @@ def test_a_signal_ends_the_evaluation_before_the_first_step(
     """Catches: `--init` on a busy machine, which evaluated all held-out answers before it looked at a signal."""
     target, data = world
     base = job(target, data, tmp_path / "base", max_new=16, batch_anchors=256, **settings(steps=3, unroll=2))
-    run.train(base, QUIET)
+    run.train(base, quiet)
     real = Judge.drafts
     done = []
     sent = iter([signal.SIGTERM])
@@ -222,7 +222,7 @@ def test_a_signal_ends_the_evaluation_before_the_first_step(
         return done[-1]
 
     monkeypatch.setattr(Judge, "drafts", drafts)
-    result = run.train(replace(base, out=tmp_path / "out", init=str(tmp_path / "base" / "drafter")), QUIET)
+    result = run.train(replace(base, out=tmp_path / "out", init=str(tmp_path / "base" / "drafter")), quiet)
     assert result["stopped"] == signal.SIGTERM and not done
     assert not (tmp_path / "out" / "best.pt").exists() and (tmp_path / "out" / "drafter" / "config.json").exists()
 
@@ -234,7 +234,7 @@ def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
     target, data = world
     monkeypatch.setattr(forecast, "CPU_SCORED", 96)
     more = settings(steps=60, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)
-    result = run.train(job(target, data, tmp_path, **more), QUIET)
+    result = run.train(job(target, data, tmp_path, **more), quiet)
     sizes = json.loads((tmp_path / "sizes.json").read_text())
     assert sizes["scored"] == 96 and sizes["keep"]
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -242,7 +242,7 @@ def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
     assert losses[-1] < 0.8 * losses[0] and result["full"]["tokens_per_cycle"][4] > 1.5
     monkeypatch.setattr(forecast, "CPU_SCORED", 10**6)
     more = settings(steps=62, unroll=3, log_every=10, lr=4e-3, warmup_steps=5)
-    run.train(job(target, data, tmp_path, **more), QUIET)
+    run.train(job(target, data, tmp_path, **more), quiet)
     assert json.loads((tmp_path / "sizes.json").read_text()) == sizes
 
 
@@ -264,7 +264,7 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
         "loss_row_share": 0.7,
     })  # fmt: skip
     short = job(target, data, tmp_path, **settings(steps=8))
-    result = train_recipe(short, Recipe("r", {}, (first, second)), QUIET, keep=frozenset({"steps"}))
+    result = train_recipe(short, Recipe("r", {}, (first, second)), quiet, keep=frozenset({"steps"}))
     shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
     drafter_folder = tmp_path / "drafter"
     assert {p.name for p in drafter_folder.iterdir()} == {p.name for p in shipped.iterdir()}

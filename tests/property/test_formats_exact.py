@@ -118,13 +118,13 @@ def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
     plain = tiny_engine(model=model, page_size=16, kv=torch.int8)
     assert plain.store.keys[0] is not None and plain.store.keys[0].shape[-1] == 64 + 4
 
-    def asked(k, drafter):
+    def requests_with(k, drafter):
         return [request(str(i), long[: 300 - 17 * i], k, drafter, max_tokens=9) for i in range(4)]
 
-    want = [run(plain, [one])[one.id] for one in asked(0, False)]
+    want = [run(plain, [one])[one.id] for one in requests_with(0, False)]
     for k in (4, 16):
         engine = tiny_engine(model=model, page_size=16, kv=torch.int8, k=None)
-        done = run(engine, asked(k, True))
+        done = run(engine, requests_with(k, True))
         assert [done[str(i)] for i in range(4)] == want and engine.metrics.drafted > 0
 
 
@@ -133,14 +133,14 @@ def test_drafts_leave_the_plain_tokens_with_keys_and_values_in_fp8() -> None:
     long = [5, 6, 7, 8, 9] * 20
     fp8 = torch.float8_e4m3fn
 
-    def asked(k, drafter):
+    def requests_with(k, drafter):
         return [request(str(i), long[: 90 - 17 * i], k, drafter, max_tokens=9) for i in range(3)]
 
     plain = tiny_engine(page_size=16, kv=fp8)
     assert plain.store.keys[0] is not None and plain.store.keys[0].dtype == fp8
-    want = [run(plain, [one])[one.id] for one in asked(0, False)]
+    want = [run(plain, [one])[one.id] for one in requests_with(0, False)]
     engine = tiny_engine(page_size=16, kv=fp8, k=None)
-    done = run(engine, asked(4, True))
+    done = run(engine, requests_with(4, True))
     assert [done[str(i)] for i in range(3)] == want and engine.metrics.drafted > 0
 
 
