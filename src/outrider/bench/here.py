@@ -33,7 +33,9 @@ def here(weight_bytes: float) -> Hardware:
 
     ops = choose("cpu")
     dense = torch.randn(SIDE, generator=torch.Generator().manual_seed(0))
-    mode = "int4" if weight_bytes < 0.8 else "int8" if weight_bytes < 1.5 else None
+    mode = None
+    if weight_bytes < 1.5:
+        mode = "int8" if weight_bytes >= 0.8 else "int4"
     if mode not in ops.capabilities.quantizes:
         mode = None
     weights = [ops.prepare(dense.clone()) if mode is None else ops.quantize(dense, mode) for _ in range(MATRICES)]

@@ -156,10 +156,10 @@ class PassTime:
 
 def pass_time(work: PassWork, on: Hardware) -> PassTime:
     rates = on.rates
-    narrow = work.weight_bytes < 1.5
-    reach = rates.reach16 if not narrow else rates.reach8 if work.weight_bytes >= 0.8 else rates.reach4
+    reach = rates.reach16
     rate = rates.rate16
-    if narrow:
+    if work.weight_bytes < 1.5:
+        reach = rates.reach8 if work.weight_bytes >= 0.8 else rates.reach4
         rate = rates.narrow_rate_few if work.rows <= FEW_ROWS else rates.narrow_rate
     dense = work.dense_bytes / reach
     experts = work.expert_bytes / (reach * rates.expert_reach)
@@ -259,7 +259,9 @@ def basis(setup: Setup) -> str:
     if not setup.on.measured:
         how = "bandwidth and arithmetic of this machine" if "(measured)" in setup.on.label else "vendor's figures"
         return f"not measured: {how}, with the shares of them that our kernels reach elsewhere"
-    bits = 16 if setup.weight_bytes >= 1.5 else 8 if setup.weight_bytes >= 0.8 else 4
+    bits = 16
+    if setup.weight_bytes < 1.5:
+        bits = 8 if setup.weight_bytes >= 0.8 else 4
     parameters = model_size(setup.target).total
     cells = [cell for cell in CELLS if PARAMETERS[cell.size] == parameters and cell.bits == bits]
     if not cells:

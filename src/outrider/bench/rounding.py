@@ -56,7 +56,8 @@ class AsOnGpu(ReferenceOps):
 
 def measure(model: str, quantize: str | None, kv_dtype: str = "auto", gpu: bool = False) -> Rounding:
     """Measures on the package's sample text. gpu: weights rounded as on a GPU, instead of as by the CPU kernels."""
-    backend = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu")
+    kernels = "reference" if kv_dtype == "fp8" else "cpu"
+    backend = AsOnGpu() if gpu else ops_module.choose("cpu", kernels)
     rounded, ids = forced(model, backend, quantize=quantize, kv_dtype=kv_dtype)
     logits, _ = forced(model, ops_module.choose("cpu", "reference"), None)
     targets = ids[1:, None]

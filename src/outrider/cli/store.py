@@ -167,8 +167,11 @@ def at_hand() -> Iterator[Item]:
     uses = used()
 
     def item(name: str, path: Path, nbytes: int) -> Item:
-        drafts = repos.is_drafter(path) or repos.is_drafter(name)
-        kind = "mmproj" if repos.is_mmproj(path) else "drafter" if drafts else "model"
+        kind = "model"
+        if repos.is_mmproj(path):
+            kind = "mmproj"
+        elif repos.is_drafter(path) or repos.is_drafter(name):
+            kind = "drafter"
         last = uses.pop(name, {})
         return Item(
             name, kind, bytes=nbytes, path=str(path), used=last.get("used", ""), drafter=last.get("drafter", "")

@@ -10,7 +10,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -286,8 +286,12 @@ def encoded(value: object) -> bytes:
 
 def _pieces(value: object, depth: int) -> Iterator[str]:
     named = value if isinstance(value, dict) else None
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if not depth or not any(isinstance(v, dict | list) for v in inner):
+    inner: Collection[object] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
+    if depth == 0 or not any(isinstance(v, dict | list) for v in inner):
         yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return
     before = "[" if named is None else "{"

@@ -63,7 +63,9 @@ class ReceivedBody:
 
     async def work(self, function: Callable[[], T], media: bool = False) -> T:
         """Runs a function in a thread, in the client's turn. media: the function may decode images or clips."""
-        lane: Lane = "media" if media else "long" if self.long else "short"
+        lane: Lane = "long" if self.long else "short"
+        if media:
+            lane = "media"
         return await self.lanes[lane].run(self.client, function)
 
     async def parsed(self, parse: Callable[[bytes], T]) -> T:

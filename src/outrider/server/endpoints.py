@@ -259,7 +259,11 @@ async def ollama_version(server: Server, request: Request) -> Response:
 async def health(server: Server, request: Request) -> Response:
     closing = server.admission.closing
     ok = server.pool.healthy and not closing
-    state = "ok" if ok else "shutting down" if closing else "engine stopped"
+    state = "ok"
+    if closing:
+        state = "shutting down"
+    elif not server.pool.healthy:
+        state = "engine stopped"
     body = {"status": state, "in_flight": server.admission.in_flight}
     return JSONResponse(body, status_code=200 if ok else 503)
 

@@ -244,12 +244,14 @@ class _Writer:
         for text, needed in reversed(members):
             before = []
             for count in range(cap + 1):
-                following = None
-                if most is None or count < most:
-                    following = after[min(count + 1, cap)]
-                written = None if following is None else (f'"," {text}' if count else text) + f" {following}"
-                alternatives = [written, None if needed else after[count]]
-                bodies = [body for body in alternatives if body is not None]
+                bodies: list[str] = []
+                following = after[min(count + 1, cap)] if most is None or count < most else None
+                if following is not None:
+                    comma = '"," ' if count > 0 else ""
+                    bodies.append(f"{comma}{text} {following}")
+                without = None if needed else after[count]
+                if without is not None:
+                    bodies.append(without)
                 before.append(self._new(" | ".join(bodies)) if bodies else None)
             after = before
         if after[0] is None:
@@ -377,7 +379,9 @@ def _has_type(value: Json, name: str) -> bool:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, (int, float)):
         return name == "number" or (name == "integer" and float(value).is_integer())
-    return name == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
+    if isinstance(value, str):
+        return name == "string"
+    return name == ("array" if isinstance(value, list) else "object")
 
 
 def _times(least: int, most: int | None) -> str:

@@ -98,7 +98,9 @@ class PoolSlot:
 
     @property
     def state(self) -> Literal["loaded", "loading", "unloaded"]:
-        return "loading" if self.loading else "loaded" if self.model is not None else "unloaded"
+        if self.loading:
+            return "loading"
+        return "unloaded" if self.model is None else "loaded"
 
     @property
     def adapters(self) -> AdapterPool | None:
@@ -176,8 +178,9 @@ class ModelPool:
             size, context, info = estimate(model, engine)
             return PoolSlot(name, loaded, size, max_context=context, info=info)
 
-        most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
-        return cls([slot(*one) for one in models.items()], most, settings)
+        if limit is None:
+            limit = 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
+        return cls([slot(*one) for one in models.items()], limit, settings)
 
     # ---- lookup
 

@@ -154,7 +154,8 @@ def _common(body: OllamaRequest) -> Json:
     elif isinstance(body.format, dict):
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
     if body.think is not None:
-        out["reasoning_effort"] = (body.think if isinstance(body.think, str) else "medium") if body.think else "none"
+        effort = body.think if isinstance(body.think, str) else "medium"
+        out["reasoning_effort"] = effort if body.think else "none"
     return out
 
 

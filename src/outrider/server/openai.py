@@ -123,7 +123,9 @@ class OpenAIWire(Wire):
 
     def _events(self, answer: Answer, chunks: Sequence[Json]) -> str:
         wanted = answer.job.body.usage
-        so_far = {} if wanted is None else {"usage": usage(answer) if wanted == "continuous" else None}
+        so_far: Json = {}
+        if wanted is not None:
+            so_far["usage"] = usage(answer) if wanted == "continuous" else None
         return "".join(self._event(answer, {**chunk, **so_far}) for chunk in chunks)
 
     def _event(self, answer: Answer, chunk: Json) -> str:

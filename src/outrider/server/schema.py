@@ -351,7 +351,9 @@ class Common(Strict):
     def usage(self) -> Literal["final", "continuous"] | None:
         """Chunks of a stream with token counts: none, one at the end, or every one."""
         options = self.stream_options or StreamOptions()
-        return "continuous" if options.continuous_usage_stats else "final" if options.include_usage else None
+        if options.continuous_usage_stats:
+            return "continuous"
+        return "final" if options.include_usage else None
 
     @property
     def formats(self) -> list[tuple[str, Kind, object]]:
@@ -452,7 +454,9 @@ class CompletionRequest(Common):
 
     @property
     def limit(self) -> int | None:
-        return None if self.max_tokens == -1 else 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+        if self.max_tokens is None:
+            return 16  # OpenAI's default
+        return None if self.max_tokens == -1 else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:

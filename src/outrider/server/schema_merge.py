@@ -57,8 +57,12 @@ class SchemaMerger:
             return self.flatten(a, depth + 1)
         first = self.flatten(a, depth + 1)
         second = self.flatten(b, depth + 1)
+        if first is True:
+            return second
+        if second is True:
+            return first
         if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-            return first if second is True else second if first is True else False
+            return False
         if "anyOf" in first:
             return _any_of([self.both(part, second, depth + 1) for part in _list(first["anyOf"])])
         if "anyOf" in second:

@@ -160,7 +160,9 @@ def thinking(fields: Fields) -> Fields:
     if isinstance(openrouter, dict) and openrouter.keys() <= known and not openrouter.get("exclude"):
         del out["reasoning"]
         switch = openrouter.get("enabled")
-        effort = openrouter.get("effort") or ("medium" if switch is True else "none" if switch is False else None)
+        effort = openrouter.get("effort")
+        if not effort and isinstance(switch, bool):
+            effort = "medium" if switch else "none"
         if effort is not None:
             out.setdefault("reasoning_effort", effort)
     return out

@@ -156,8 +156,13 @@ class GemmaCalls(_Calls):
 
     def _scalar(self, comma: str, text: str, missing: str) -> None:
         """Converts a bare word: numbers and JSON words stay, anything else becomes a string."""
-        known = WORDS.get(text) or (text if NUMBER.fullmatch(text) else _dumps(text) if text else missing)
-        self._args(comma + known if known else "")
+        if text in WORDS:
+            json_text = WORDS[text]
+        elif NUMBER.fullmatch(text):
+            json_text = text
+        else:
+            json_text = _dumps(text) if text else missing
+        self._args(comma + json_text if json_text else "")
         self._comma = ","
 
     def _string(self) -> Reading[None]:

@@ -105,7 +105,9 @@ def bare(target: ModelConfig, kind: str, hidden: int, layers: list[LayerSpec]) -
 def new_drafter(job: TrainConfig, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
     """The default drafter for a target."""
     clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
-    style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
+    style = job.style
+    if style == "auto":
+        style = "gemma" if target.family in ("gemma3", "gemma4") else "plain"
     if style == "gemma":
         wide = job.hidden_size or min(256, target.hidden)  # the head is the target's in fewer dimensions
         advice = "give less, or style plain"

@@ -332,5 +332,7 @@ def least_minutes(costs: RunCosts, spent: float, share: float = CPU_ANSWER_SHARE
     """The shortest time that the forecast accepts, rounded up to a number that a user would type."""
     seconds = bisect_left(range(1 << 40), True, key=lambda passed: Forecast.of(costs, passed, share).enough)
     minutes = (1.1 * seconds + spent) / 60
-    step = 0.1 if minutes < 1 else 0.5 if minutes < 5 else 1.0
+    step = 1.0
+    if minutes < 5:
+        step = 0.1 if minutes < 1 else 0.5
     return round(math.ceil(minutes / step) * step, 1)

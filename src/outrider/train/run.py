@@ -212,7 +212,9 @@ class TrainRun:
             for name, path in files.items():  # a resumed run has its prompts already; their file may be gone
                 was = before.get(f"{name}_sha256")
                 option = "--" + name.replace("_", "-")
-                now = None if path is None else file_hash(path) if path.is_file() else was or "gone"
+                now = None
+                if path is not None:
+                    now = file_hash(path) if path.is_file() else was or "gone"
                 begun = f"{job.out}: this run was begun with other prompts ({before.get(name, f'without {option}')})"
                 require(now == was, f"{begun}: give the same {option}, or another --out")
         else:

@@ -136,7 +136,9 @@ def _is_smollm2(model: str | Path | Files, path: Path) -> bool:
 
 def _stem(path: Path) -> Path:
     """A model's path without file suffix; for a config.json its folder, as in `resolve`."""
-    return path.parent if path.name == "config.json" else path.with_suffix("") if path.suffix == ".gguf" else path
+    if path.name == "config.json":
+        return path.parent
+    return path.with_suffix("") if path.suffix == ".gguf" else path
 
 
 def _beside(path: Path) -> Path | None:

@@ -159,9 +159,17 @@ def shard_weight(weight: Weight, cut: Shard) -> Weight:
     units = weight.format.units
     tensors = dict[str, Tensor]()
     for name, t in weight.tensors.items():
-        parts = [bits(t)[..., lo:hi, :] if t.dim() > 1 else t[lo:hi] for lo, hi in cut.spans]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
-        tensors[name] = t if units[name].shared else joined.view(t.dtype)
+        if units[name].shared:
+            tensors[name] = t
+            continue
+        if t.dim() > 1:
+            parts = [bits(t)[..., lo:hi, :] for lo, hi in cut.spans]
+        else:
+            parts = [t[lo:hi] for lo, hi in cut.spans]
+        joined = parts[0]
+        if len(parts) > 1:
+            joined = torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
+        tensors[name] = joined.view(t.dtype)
     at = max(0, len(weight.shape) - 2)
     rows = sum(hi - lo for lo, hi in cut.spans)
     return Weight(weight.format, (*weight.shape[:at], rows, *weight.shape[at + 1 :]), tensors)

@@ -161,7 +161,9 @@ class Weight:
             require(name in self.tensors, f"{where}: its {name} is missing ({named})")
             if unit.columns and columns % unit.columns:
                 raise OutriderError(f"{where}: rows of {columns} are no whole groups of {unit.columns} ({named})")
-            want = ((unit.width(columns),) if unit.shared else (*rows, unit.width(columns))) if rows else ()
+            want: tuple[int, ...] = ()
+            if rows:
+                want = (unit.width(columns),) if unit.shared else (*rows, unit.width(columns))
             got = tuple(self.tensors[name].shape)
             require(got == want, f"{where}: its {name} has shape {list(got)}, {named} asks for {list(want)}")
         return self

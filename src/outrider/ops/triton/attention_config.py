@@ -159,7 +159,11 @@ def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dt
     else:
         few = AttentionConfig(True, 64 if cut.bn == 32 else 32, 8)
     programs = batch * spec.kv_heads * triton.cdiv(packed, few.bq)
-    most = 8 if slots <= 64 else 4 if large and cut.bn == 64 and batch > 1 and kv.ancestors is None else 1
+    most = 1
+    if slots <= 64:
+        most = 8
+    elif large and cut.bn == 64 and batch > 1 and kv.ancestors is None:
+        most = 4
     if few.bq == 64 or (eight and cut.bn == 32 and packed > 16):
         most = 1
     run = programs * slots // (128 if large and cut.bn == 64 and few.warps == 8 else 256)

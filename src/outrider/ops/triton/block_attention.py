@@ -206,7 +206,8 @@ def attend_block(
     back, window = (min((w for w in windows if w is not None), default=far + capacity) for windows in (
         (spec.window, attn.window), (attn.window,)))
     padded = triton.next_power_of_2(dim)
-    bn, bq = (64, 64) if padded <= 128 else (32, 32 if padded <= 256 else 16)
+    bn = 64 if padded <= 128 else 32
+    bq = bn if padded <= 256 else 16
     bq = max(16, min(bq, triton.next_power_of_2(slots * group)))
     tiles = triton.cdiv(slots * group, bq)
     reach = min(far, back) + bn

@@ -214,7 +214,9 @@ class SteppedDrafter:
         qkv, out, gate_up, down = self.layers[i]
         spec: AttnSpec = block.spec
         stream = (self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm)
-        chunks = 0 if i else 2 * self.chunks if first else self.chunks + 1
+        chunks = 0
+        if i == 0:
+            chunks = 2 * self.chunks if first else self.chunks + 1
         self._rows(qkv, stream, self.before, out=self.q, gated=False, CHUNKS=chunks, PARTS=self.down_parts, SCALED=True)
         keys = kv.keys[spec.kv_layer]
         values = kv.values[spec.kv_layer]

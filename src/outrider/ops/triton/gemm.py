@@ -510,7 +510,11 @@ def launch_of(
         whole = splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES
         programs = tiles * splits if whole else min(tiles, sm_count(x.device))
         cut = tiles % programs > 0
-        sums = (programs if splits > 1 else programs + 1 if cut else 0) * sums_of_tile
+        if splits > 1:
+            num_sums = programs
+        else:
+            num_sums = programs + 1 if cut else 0
+        sums = num_sums * sums_of_tile
         launch_arguments = (
             matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(x, shape.bm2, shape.bk),
             matrix_descriptor(w, shape.bn, shape.bk), *tensors, x.new_empty(sums, dtype=torch.float32) if sums else out,

@@ -191,7 +191,9 @@ def few_rows_config(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
     if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:
         return GemmConfig(bm=32, bn=64 // sides, bk=128, stages=3)
     wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights per program
-    bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
+    bm = 128
+    if rows <= 64 or wide == 64:
+        bm = 32 if rows <= 32 else 64
     # two programs for the rows would read each weight twice in 64s
     if rows > 64 and wide == 64 and tile.splits * tiles >= 36:
         wide = 128
@@ -210,7 +212,10 @@ def few_rows_config(tile: GemmReduction, n: int, k: int, rows: int, gated: bool,
 
 
 def _swap_ab_config(bm: int, more: int, wide: int, sides: int, serial_splitk: bool, bk: int = 64) -> GemmConfig:
-    most = 4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6
+    if bk > 64 or bm * wide > 16384:
+        most = 4
+    else:
+        most = 5 if bm * wide == 16384 else 6
     stages = max(2, min(most, MAX_SMEM // ((bm + more + wide) * bk * 2)))
     return GemmConfig(
         bm=bm,

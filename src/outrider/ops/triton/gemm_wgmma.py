@@ -85,8 +85,11 @@ def suits(x: Tensor, w: Tensor, end: Epilogue) -> bool:
 
 
 def flags_of(end: Epilogue, tile: WgmmaTile, spans: bool) -> Flags:
+    bias = 0
+    if end.bias is not None:
+        bias = 1 if end.bias.dtype == torch.bfloat16 else 2
     return dict(
         BN=tile.bn, SWAP_AB=int(tile.swap_ab), STAGES=tile.stages, SPLITS=1 + spans, GATED=int(end.gated),
-        ACT=ACTS[end.act], BIAS=0 if end.bias is None else 1 if end.bias.dtype == torch.bfloat16 else 2,
+        ACT=ACTS[end.act], BIAS=bias,
         SOFTCAP=int(end.softcap is not None), FLOAT_OUT=int(end.out_dtype == torch.float32), CUT=int(tile.cut),
     )

@@ -74,7 +74,9 @@ def fit(tile: QuantTile, rows: int, w: QuantWeight, shared: int) -> tuple[int, Q
     if 32 < rows <= 40 and bits == 4 and w.per == 1 and not has_zero_point and not above and shared >= 226 << 10:
         # 31B in int4, us, 64 tokens before: gate_up 121 -> 95, down 84 -> 64, qkv 56 -> 44, out 44 -> 33
         return 32, replace(tile, more=8, stages=3, registers=168 if tile.splits == 1 else None)
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    bm = 64
+    if rows <= 32:
+        bm = 16 if rows <= 16 else 32
     each = tile.bn * plane * 4 + bm * columns * 2
     if shared < 100 << 10 and bm == 64:
         bm = 32

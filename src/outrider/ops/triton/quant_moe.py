@@ -161,17 +161,18 @@ class ExpertTile:
 
 
 def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> ExpertTile:
-    """By how many pairs an expert has on average (measured on an H200: docs/gpu.md)."""
+    """The tile for this mean number of pairs per expert (measured on an H200: docs/gpu.md)."""
     mean = pairs.count / pairs.experts
     if mean <= 6 and w.plane == 32 and w.high is None:  # five bits take no tile of 8 (quant_config.fit)
         if gated or pairs.count <= 16:
             return ExpertTile(bm=8, bn=64, stages=4, warps=4)
-        return (
-            ExpertTile(bm=8, bn=64, stages=3, warps=2, registers=160)
-            if w.codes.bits == 4
-            else ExpertTile(bm=8, bn=64, stages=4, warps=2)
-        )
-    bm = 16 if mean <= 8 else 32 if mean <= 24 or shared < 100 << 10 else 64
+        if w.codes.bits == 4:
+            return ExpertTile(bm=8, bn=64, stages=3, warps=2, registers=160)
+        return ExpertTile(bm=8, bn=64, stages=4, warps=2)
+    if mean <= 8:
+        bm = 16
+    else:
+        bm = 32 if mean <= 24 or shared < 100 << 10 else 64
     each = 64 * w.plane * 4 + bm * w.columns_of_chunk * 2
     return ExpertTile(bm, bn=64, stages=max(2, min(4, shared // each + 1)), warps=4)
 

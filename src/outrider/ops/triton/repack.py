@@ -189,7 +189,9 @@ def repack(weight: Weight) -> QuantWeight | None:
     device = next(iter(weight.tensors.values())).device
     words = torch.empty((tiles, chunks, ROWS, plane), dtype=torch.int32, device=device)
     above = grid.codes.above
-    high = torch.empty(words.shape, dtype=torch.uint8 if above == 1 else torch.int16, device=device) if above else None
+    high = None
+    if above > 0:
+        high = torch.empty(words.shape, dtype=torch.uint8 if above == 1 else torch.int16, device=device)
     step = max(1, SLICE // (ROWS * chunks * columns))
     for lo in range(0, tiles, step):
         hi = min(tiles, lo + step)

@@ -14,7 +14,9 @@ def kernel_rows() -> tuple[list[KernelRow], str]:
     card = Card.of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     rows = []
     for kernel in TABLE:
-        here = "–" if card is None else "yes" if kernel.runs_on(card) else "no"
+        here = "–"
+        if card is not None:
+            here = "yes" if kernel.runs_on(card) else "no"
         rows.append(
             KernelRow(operation=kernel.op, when=kernel.when, kernel=kernel.name, source=kernel.source, here=here)
         )

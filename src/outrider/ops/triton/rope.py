@@ -141,7 +141,9 @@ def rope_write(ops: Launcher, qkv: Tensor, angles: Angles, norms: HeadNorms, spe
     assert keys is not None and values is not None
     table = kv.tables[spec.group]
     several = rows >= PROMPT or (rows in FEW_ROWS and spec.heads <= FEW_HEADS)
-    some = math.gcd(4 if half <= 128 else 2, spec.heads) if several else 1
+    some = 1
+    if several:
+        some = math.gcd(4 if half <= 128 else 2, spec.heads)
     rope_write_kernel[(rows, spec.heads // some + (2 * triton.cdiv(spec.kv_heads, some) if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
         kv.positions if kv.kv_slots is None else kv.kv_slots, kv.row_seq, qkv.stride(0), table.stride(0),

@@ -128,6 +128,9 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
     if rows == 1:
         return Pairs(count, top_k, alone=True, weight=weight, members=chosen, counts=counts)
     members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
-    block, warps = (256, 1) if pairs <= 1024 else (2048, 8) if pairs <= 8192 else (8192, 8)
+    warps = 1 if pairs <= 1024 else 8
+    block = 8192
+    if pairs <= 8192:
+        block = 256 if pairs <= 1024 else 2048
     group_kernel[(count,)](chosen, members, counts, pairs, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl)
     return Pairs(count, top_k, alone=False, weight=weight, members=members, counts=counts)
