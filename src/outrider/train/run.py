@@ -238,7 +238,10 @@ class TrainRun:
         num_tasks = len(self.tasks(prompts))
         kinds = "a greedy and a sampled answer" if self.job.greedy_share < 1.0 else "an answer"
         aside = f"{num_heldout} of them are held out to measure the drafter ({kinds} each)"
-        return f"{len(prompts)} prompts, {int(prompts.lengths.sum())} tokens; {aside}: {num_tasks} answers to make"
+        num_long = len(read_json(self.job.out / "prompts.json").get("digests", prompts)) - len(prompts)
+        longer = f" ({num_long} longer than {self.job.max_prompt} left out: max_prompt in a recipe)" if num_long else ""
+        tokens = f"{int(prompts.lengths.sum())} tokens{longer}"
+        return f"{len(prompts)} prompts, {tokens}; {aside}: {num_tasks} answers to make"
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The training sequences, stored or made now. None: a stop was requested before all were made."""

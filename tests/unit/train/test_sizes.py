@@ -379,3 +379,15 @@ def test_held_out_answers_that_there_is_time_for_are_of_both_kinds() -> None:
         chosen = some_of_each_kind(both, count)
         assert len(set(chosen.tolist())) == min(count, 64) and abs(int(both[chosen].sum()) - min(count, 64) / 2) <= 0.5
     assert some_of_each_kind(both[:1], 1).tolist() == [0]
+
+
+def test_prompts_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    """40 prompts became "34 prompts" without a word."""
+    prompts = Sequences.of([np.arange(9)] * 34, [9] * 34, range(34), [False] * 34, 16)
+    job = TrainConfig(target="t", data=tmp_path, out=tmp_path, max_prompt=256, heldout=4)
+    run = TrainRun(job, Budget(1.0, time.perf_counter()), Stop(), say=print, progress=None)
+    digests = [str(number) for number in range(40)]
+    (tmp_path / "prompts.json").write_text(json.dumps({"digests": digests, "categories": digests}))
+    assert "34 prompts, 306 tokens (6 longer than 256 left out: max_prompt in a recipe);" in run.prompts_line(prompts)
+    (tmp_path / "prompts.json").write_text(json.dumps({"digests": digests[:34], "categories": digests}))
+    assert "34 prompts, 306 tokens; " in run.prompts_line(prompts)
