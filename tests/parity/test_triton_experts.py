@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from tests.engines import VARIANTS, request, run, tiny_engine  # noqa: E402
 from tests.kv import build_kv  # noqa: E402
-from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, rand  # noqa: E402
+from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, product_error, rand  # noqa: E402
 
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.models.decoder import TextModel  # noqa: E402
@@ -70,10 +70,7 @@ def test_product_is_its_definition(name: str) -> None:
     moe.grouped_gemm(x, packed_experts, out, pairs, TOP, None, False)
     chosen = z.topk(TOP, -1).indices.flatten()
     want = torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().repeat_interleave(TOP, 0))
-    rounded = (
-        name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name
-    )  # factors or offsets rounded to float16
-    near(out, want, 1e-2 if CUDA else 5e-4 if rounded else 1e-5)
+    near(out, want, product_error(name))
 
 
 @pytest.mark.parametrize("name", ["int4 g32", "Q4_1"])
