@@ -38,7 +38,7 @@ SHORT_SECONDS = 2.0
 CACHED_CLIPS = 64  # clips whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other features, other digests
 SPOILED = "the sound took too much memory or time to decode, and was refused"
-FORMS = "a clip is a path, the bytes of a file, a data URL or (samples, rate)"
+CLIP_FORMS = "a clip is a path, the bytes of a file, a data URL or (samples, rate)"
 
 
 class AudioEncoder:
@@ -96,16 +96,16 @@ def as_waveform(item: object) -> tuple[np.ndarray, float]:
         item = (item["array"], item["sampling_rate"])
     if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], int | float | np.number):
         got = type(item).__name__
-        raise OutriderError(f"{FORMS}, got {got}")
+        raise OutriderError(f"{CLIP_FORMS}, got {got}")
     try:
         array = np.asarray(item[0])
     except Exception:
         array = np.empty(0)
     if array.ndim == 1:
         array = array[:, None]
-    numbers = array.dtype.kind == "f" or array.dtype in (np.int16, np.int32)
+    is_numeric = array.dtype.kind == "f" or array.dtype in (np.int16, np.int32)
     form = f"samples are floats of full scale 1, int16 or int32, [n] or [n, channels]; got {array.dtype} {array.shape}"
-    require(numbers and array.ndim == 2 and array.size > 0, form)
+    require(is_numeric and array.ndim == 2 and array.size > 0, form)
     if array.dtype.kind == "i":
         array = array / np.float32(-float(np.iinfo(array.dtype).min))
     return array.astype(np.float32), float(item[1])

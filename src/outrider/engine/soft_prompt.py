@@ -61,24 +61,26 @@ def expand(ids: Sequence[int], inputs: Sequence[SoftInputs]) -> SoftPrompt:
         num_places = ids.count(encoder.ids.placeholder)
         plural = f"{num_items} {encoder.noun}{'s' if num_items != 1 else ''}"
         require(num_items <= encoder.max_items, f"{plural}; at most {encoder.max_items} are allowed in a prompt")
-        why = f"{plural} for {num_places} places in the prompt: does its template take {encoder.noun}s?"
-        require(num_items == num_places, why)
+        message = f"{plural} for {num_places} places in the prompt: does its template take {encoder.noun}s?"
+        require(num_items == num_places, message)
     encoders = {kind.encoder.ids.placeholder: kind.encoder for kind in inputs}
-    waiting = {kind.encoder.ids.placeholder: iter(kind.items) for kind in inputs}
+    remaining_items = {kind.encoder.ids.placeholder: iter(kind.items) for kind in inputs}
     out = SoftPrompt()
     spans: list[SoftSpan] = []
-    before = -1  # the token before
+    previous = -1
     for token in ids:
         if token in encoders:
             place = encoders[token].ids
             out.append(place.begin)
-            span = replace(encoders[token].encode(next(waiting[token])), start=len(out))
+            span = replace(encoders[token].encode(next(remaining_items[token])), start=len(out))
             spans.append(span)
             out += [place.soft] * (span.end - span.start)
             out.append(place.end)
-        elif before not in encoders or token != encoders[before].ids.end:  # a template may have written the end
+        elif previous in encoders and token == encoders[previous].ids.end:
+            pass  # written by the template
+        else:
             out.append(token)
-        before = token
+        previous = token
     out.spans = tuple(spans)
     return out
 

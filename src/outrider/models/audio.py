@@ -91,8 +91,8 @@ class AudioModel:
     def encode(self, samples: np.ndarray) -> Tensor:
         """float32 [n] at 16 kHz -> soft tokens [tokens, text hidden]."""
         config = self.config
-        before = torch.get_num_threads()
-        torch.set_num_threads(max(before, self.threads))
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(max(num_threads, self.threads))
         try:
             with torch.inference_mode():
                 if config.kind == "frames":
@@ -102,7 +102,7 @@ class AudioModel:
                 normed = rms_norm(encoded, None, config.eps)
                 return F.linear(normed, self.weights["embed_audio.embedding_projection.weight"])
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(num_threads)
 
     def _upload(self, features: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(features)).to(self.device)
@@ -152,10 +152,10 @@ class AudioModel:
         value = net.value(h).float().view(num_tokens, config.heads, -1)
         query = query * net.query_scale
 
-        end = num_blocks * config.chunk - num_tokens  # filled up to whole blocks
-        query = F.pad(query, (0, 0, 0, 0, 0, end)).view(num_blocks, config.chunk, config.heads, -1)
-        key_blocks = self._contexts(key, end)  # [heads, blocks, keys, head_dim]
-        value_blocks = self._contexts(value, end)
+        num_padding = num_blocks * config.chunk - num_tokens  # rows that fill up the last block
+        query = F.pad(query, (0, 0, 0, 0, 0, num_padding)).view(num_blocks, config.chunk, config.heads, -1)
+        key_blocks = self._contexts(key, num_padding)  # [heads, blocks, keys, head_dim]
+        value_blocks = self._contexts(value, num_padding)
         query_blocks = query.permute(2, 0, 1, 3)  # [heads, blocks, chunk, head_dim]
 
         by_content = query_blocks @ key_blocks.transpose(-1, -2)  # [heads, blocks, chunk, keys]
@@ -170,10 +170,10 @@ class AudioModel:
         out = net.out(mixed.to(x.dtype))
         return x + rms_norm(self.clamped(out), net.post_norm)
 
-    def _contexts(self, x: Tensor, end: int) -> Tensor:
+    def _contexts(self, x: Tensor, num_padding: int) -> Tensor:
         """[tokens, heads, head_dim] -> [heads, blocks, past + chunk, head_dim]: every block's keys or values."""
         config = self.config
-        padded = F.pad(x, (0, 0, 0, 0, config.past, end))
+        padded = F.pad(x, (0, 0, 0, 0, config.past, num_padding))
         windows = padded.unfold(0, config.past + config.chunk, config.chunk)  # [blocks, heads, head_dim, keys]
         return windows.permute(1, 0, 3, 2).contiguous()
 
@@ -258,8 +258,8 @@ MASKED = -1e9  # score of a key that a query does not see
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """Over the last dimension, in float32; the weight multiplies directly."""
-    wide = x.float()
-    normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    x_float = x.float()
+    normed = x_float * torch.pow(x_float.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     if weight is not None:
         normed = normed * weight.float()
     return normed.to(x.dtype)

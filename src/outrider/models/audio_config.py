@@ -163,7 +163,7 @@ def _conformer(raw: Foreign, audio: Foreign) -> AudioConfig:
     channels = audio.get("subsampling_conv_channels") or (128, 32)
     hidden = int(audio.get("hidden_size", 1024))
     heads = int(audio.get("num_attention_heads", 8))
-    right = int(audio.get("attention_context_right", 0))
+    look_ahead = int(audio.get("attention_context_right", 0))
     activation = audio.get("hidden_act", "silu")
     config = AudioConfig(
         kind="conformer",
@@ -185,6 +185,6 @@ def _conformer(raw: Foreign, audio: Foreign) -> AudioConfig:
     )
     if heads < 1 or hidden % heads or hidden % 2 or config.chunk < 1 or config.past < 1 or config.softcap <= 0:
         raise misread(f"audio_config has {heads} heads in {hidden} columns, which cannot be run")
-    if right != 0 or activation != "silu" or config.past != config.chunk:
+    if look_ahead != 0 or activation != "silu" or config.past != config.chunk:
         raise misread("audio_config has a look-ahead, another activation or other blocks than Gemma 4's")
     return config

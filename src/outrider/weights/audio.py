@@ -31,7 +31,7 @@ RENAMED = {".conv_0.": ".layer0.", ".conv_1.": ".layer1.", "audio_tower.conforme
 TOKENS = ("<|audio>", "<|audio|>", "<audio|>")
 PROJECTORS = {"gemma4a": "gemma4", "gemma4ua": "gemma4_unified"}  # kind -> model_type
 WITHOUT = "--no-audio leaves the audio weights out"
-TOP = {
+TOP_NAMES = {
     "audio_tower.subsample_conv_projection.layer0.conv": "a.conv1d.0",
     "audio_tower.subsample_conv_projection.layer0.norm": "a.conv1d.0.norm",
     "audio_tower.subsample_conv_projection.layer1.conv": "a.conv1d.1",
@@ -40,7 +40,7 @@ TOP = {
     "audio_tower.output_proj": "a.pre_encode.out",
     "embed_audio.embedding_projection": "mm.a.input_projection",
 }
-LAYER = {
+LAYER_NAMES = {
     "feed_forward1.pre_layer_norm": "ffn_norm", "feed_forward1.ffw_layer_1": "ffn_up",
     "feed_forward1.ffw_layer_2": "ffn_down", "feed_forward1.post_layer_norm": "ffn_post_norm",
     "feed_forward2.pre_layer_norm": "ffn_norm_1", "feed_forward2.ffw_layer_1": "ffn_up_1",
@@ -54,11 +54,11 @@ LAYER = {
 }  # fmt: skip
 # Ollama's converter
 OLLAMA_MARK = "mm.a.fc.weight"
-OLLAMA_TOP = {
+OLLAMA_TOP_NAMES = {
     "audio_tower.subsample_conv_projection.input_proj_linear": "a.pre_encode.out",
     "audio_tower.output_proj": "mm.a.fc",
 }
-OLLAMA_LAYER = {
+OLLAMA_LAYER_NAMES = {
     "norm_pre_attn": "ln1", "norm_post_attn": "ln2", "norm_out": "layer_pre_norm",
     "self_attn.relative_k_proj": "linear_pos",
 }  # fmt: skip
@@ -96,7 +96,7 @@ def load_audio(
         where = str(path)
         readers = mmproj_readers(read(path), config)
     else:
-        where, readers = _stored(files, config)
+        where, readers = _safetensors_readers(files, config)
     weights: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         require(name in readers, f"{where}: tensor {name} is missing from the checkpoint's audio weights; {WITHOUT}")
@@ -110,7 +110,7 @@ def load_audio(
     return weights
 
 
-def _stored(files: Files, config: AudioConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
+def _safetensors_readers(files: Files, config: AudioConfig) -> tuple[str, dict[str, Callable[[], Tensor]]]:
     """Path of the safetensors, and a reader for each audio tensor."""
     source = open_source(files)
     shapes = config.tensors()
@@ -154,8 +154,8 @@ def _dummy(
 # ---- projectors ------------------------------------------------------------------------------------------------------
 def audio_gguf_name(name: str, ollama: bool) -> str:
     """`audio_tower.layers.3.lconv1d.linear_end.linear.weight` -> `a.blk.3.conv_pw2.weight`."""
-    top = TOP | (OLLAMA_TOP if ollama else {})
-    in_layer = LAYER | (OLLAMA_LAYER if ollama else {})
+    top = TOP_NAMES | (OLLAMA_TOP_NAMES if ollama else {})
+    in_layer = LAYER_NAMES | (OLLAMA_LAYER_NAMES if ollama else {})
     if name.endswith("per_dim_scale"):
         return f"a.blk.{name.split('.')[2]}.per_dim_scale.weight"
     stem, _, tail = name.replace(".linear.", ".").rpartition(".")
@@ -209,21 +209,21 @@ def mmproj_readers(file: GGUF, config: AudioConfig) -> dict[str, Callable[[], Te
     tensors without such a name keep theirs."""
     ollama = OLLAMA_MARK in file.tensors
     readers: dict[str, Callable[[], Tensor]] = {}
-    unread = {name for name in file.tensors if name.startswith(("a.", "mm.a."))}
+    unmatched = {name for name in file.tensors if name.startswith(("a.", "mm.a."))}
     for name, shape in config.tensors().items():
         stored_name = audio_gguf_name(name, ollama)
         entry = file.tensors.get(stored_name)
         if entry is None:
             continue
-        unread.remove(stored_name)
+        unmatched.remove(stored_name)
         if torch.Size(entry.shape).numel() != torch.Size(shape).numel() or entry.kind not in (*FLOATS, *BLOCKS):
             problem = f"is {entry.kind} {list(entry.shape)}, {list(shape)} is needed"
             raise OutriderError(f"{file.path}: tensor {stored_name} {problem}; {WITHOUT}")
-        readers[name] = partial(_widened, entry)
-    return readers | {name: partial(_widened, file.tensors[name]) for name in unread}
+        readers[name] = partial(_float32, entry)
+    return readers | {name: partial(_float32, file.tensors[name]) for name in unmatched}
 
 
-def _widened(entry: TensorEntry) -> Tensor:
+def _float32(entry: TensorEntry) -> Tensor:
     if entry.kind in BLOCKS:
         return dequantize(entry.kind, torch.from_numpy(entry.data()))
     return tensor(replace(entry, order=None)).float()
