@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Annotated
 
 from rich.table import Table
@@ -126,15 +125,35 @@ def show(data: ForeignDict) -> None:
     routed = any(row["experts"] for row in data["layers"])
     heads = ("layers", "type", "q/kv", "size", "window", "K/V", "MLP", *(["experts"] if routed else []), "each")
     cells = []
-    for _, group in groupby(data["layers"], key=lambda row: {**row, "index": None, "kv_from": owner(row)}):
-        rows = list(group)
+    for rows in alike_layers(data["layers"]):
         row = rows[0]
-        last = rows[-1]
-        span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
+        numbers = spans([row["index"] for row in rows])
         attention = (f"{row['heads']}/{row['kv_heads']}", str(row["head_dim"]), str(row["window"] or "–"), owner(row))
         experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []
-        cells.append((span, row["type"], *attention, str(row["intermediate"]), *experts, amount(row["parameters"])))
+        mlp = (str(row["intermediate"]), *experts)
+        cells.append((numbers, row["type"], *attention, *mlp, amount(row["parameters"])))
     out.print(common.table(heads, cells, ("layers", "type", "K/V")))
+
+
+def alike_layers(layers: list[ForeignDict]) -> list[list[ForeignDict]]:
+    """Layers of the same shape that read the same K/V, in the order of each group's first layer."""
+    groups: dict[str, list[ForeignDict]] = {}
+    for row in layers:
+        shape = repr({**row, "index": None, "kv_from": owner(row)})
+        groups.setdefault(shape, []).append(row)
+    return list(groups.values())
+
+
+def spans(numbers: list[int]) -> str:
+    """Ascending numbers as spans: 0–4, … 54–58. The middle ones of more than two are left out."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in found]
+    return ", ".join(texts) if len(texts) <= 2 else f"{texts[0]}, … {texts[-1]}"
 
 
 def owner(row: ForeignDict) -> str:
@@ -158,7 +177,7 @@ def facts_of(data: ForeignDict) -> Iterator[tuple[str, str | Text]]:
     for drafter in filter(None, (data["drafter"], data.get("second_drafter"))):
         why = "" if drafter["fits"] else f": {drafter['reason']}"
         seen = drafter["reads"] if drafter["fits"] else None
-        reads = f", reads the K/V of layers {', '.join(map(str, seen))}" if seen else ""
+        reads = f", reads the K/V of layers {', '.join(map(str, sorted(set(seen))))}" if seen else ""
         head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
         yield "drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why)
         step = (

@@ -12,7 +12,7 @@ from tests.block_drafters import LAYOUTS
 from typer.testing import CliRunner
 
 from outrider.bench.machines import machine
-from outrider.cli.inspect import inspect
+from outrider.cli.inspect import inspect, spans
 from outrider.ops.formats import base
 from outrider.types import OutriderError
 
@@ -71,6 +71,14 @@ def test_a_drafter_of_another_target_and_why() -> None:
 def test_the_table_says_who_owns_kv() -> None:
     shown = call("google/gemma-4-E2B-it", "--drafter", "google/gemma-4-E2B-it-assistant")
     assert "of layer 13" in shown and "fits" in shown and "32 of 2048 clusters" in " ".join(shown.split())
+
+
+def test_layers_of_one_kind_are_one_row() -> None:
+    """31B's 60 layers took 20 rows, of two kinds."""
+    assert spans([0, 1, 2, 6]) == "0–2, 6" and spans([0, 1, 3, 4, 6, 7, 9]) == "0–1, … 9"
+    shown = call("google/gemma-4-31B-it").splitlines()
+    rows = [line.split() for line in shown if " own" in line]
+    assert [row[:4] for row in rows] == [["0–4,", "…", "54–58", "sliding"], ["5,", "…", "59", "full"]]
 
 
 @pytest.mark.parametrize(
