@@ -118,8 +118,8 @@ def show(data: ForeignDict) -> None:
     about = f"  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}"
     out.print(Text.assemble((data["model"], "bold"), about))
     facts = Table.grid(padding=(0, 2))
-    for row in facts_of(data):
-        facts.add_row(*row)
+    for title, text in facts_of(data):
+        facts.add_row(title, text)
     out.print(facts)
 
     routed = any(row["experts"] for row in data["layers"])
