@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 BLOCKS = {  # weights in a block, bytes of a block
+    "Q1_0": (128, 18),
+    "Q2_0": (64, 18),
     "Q2_K": (256, 84),
     "Q3_K": (256, 110),
     "Q4_0": (32, 18),

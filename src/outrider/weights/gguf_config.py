@@ -101,10 +101,11 @@ def unpermute(heads: int, rows: int) -> np.ndarray:
 def source(file: GGUF, config: ForeignDict) -> TensorSource:
     entries: dict[str, TensorEntry] = {}
     for name, entry in file.tensors.items():
-        if name == "rope_freqs.weight":  # read by `hf_config`
+        if name == "rope_freqs.weight" or name.endswith(".input_scale"):  # read by `hf_config`; of rounded activations
             continue
         named = hf_name(name, file.arch)
-        if file.arch in ("llama", "eagle3") and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
+        permuted = file.arch in ("llama", "eagle3") and named.endswith(("weight", "bias"))
+        if permuted and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config["num_attention_heads" if ".q_proj." in named else "num_key_value_heads"]
             if entry.shape[0] % (2 * heads):
                 raise OutriderError(f"{file.path}: tensor {name} has {entry.shape[0]} rows, not for {heads} heads")

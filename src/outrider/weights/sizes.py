@@ -12,10 +12,11 @@ from math import prod
 from ..models.block_config import BlockConfig
 from ..models.config import ModelConfig, text_part
 from ..models.names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
-from ..ops.formats import BLOCKS, Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
+from ..ops.formats import Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
 from .files import Files, already_quantised, open_source
 from .mapped import TensorEntry
 from .quant_scheme import recipe
+from .source import factor_of
 
 ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two bytes
 
@@ -38,7 +39,10 @@ class Layout:
         return rows * (chunks * columns * self.bits // 8 + 2 * numbers + (4 if numbers == 0 else 0))
 
 
+SCALED_NVFP4 = "NVFP4 with a factor"  # a matrix with a float32 factor in a tensor of its own
 LAYOUTS = {
+    "Q1_0": Layout(4, 128),
+    "Q2_0": Layout(4, 64),
     "Q2_K": Layout(4, 16, True),
     "Q3_K": Layout(4, 16),
     "Q4_0": Layout(4, 32),
@@ -62,6 +66,7 @@ LAYOUTS = {
     "TQ2_0": Layout(4, 256),
     "MXFP4": Layout(4, 16),
     "NVFP4": Layout(4, 16),
+    SCALED_NVFP4: Layout(4, 16),
 }
 
 
@@ -77,8 +82,12 @@ CODES_OF_2 = CpuLayout("2-bit codes", 2.625)
 CODES_OF_3 = CpuLayout("3-bit codes, a scale for 32 columns", 3.3125)
 CODES_OF_3_BY_16 = CpuLayout("3-bit codes, a scale for 16 columns", 3.5625)
 CODES_OF_4 = CpuLayout("4-bit codes", 4.3125)
+WIDENED = CpuLayout("4-bit codes", 4.5)
 OWN_BITS = "its own bits"
+CONVERTED = ("Q1_0", "Q2_0", "NVFP4", SCALED_NVFP4)  # not looked up in the file
 CPU_LAYOUTS = {
+    "Q1_0": WIDENED,
+    "Q2_0": WIDENED,
     "Q2_K": CpuLayout(OWN_BITS, 2.625),
     "Q3_K": CODES_OF_3_BY_16,
     "Q4_0": CpuLayout(OWN_BITS, 4.5),
@@ -102,6 +111,7 @@ CPU_LAYOUTS = {
     "TQ2_0": CODES_OF_2,
     "MXFP4": CpuLayout(OWN_BITS, 4.5),
     "NVFP4": CpuLayout("bf16", 16.0),
+    SCALED_NVFP4: CpuLayout("float32", 32.0),
 }
 
 
@@ -173,7 +183,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             entry = entries.get(source)
             if entry is not None:
                 size = float(entry.nbytes)
-                kind = entry.kind
+                kind = SCALED_NVFP4 if factor_of(entries, source) is not None else entry.kind
             elif stored is not None:
                 size = float(stored.format.nbytes(shape))
                 kind = stored.format.name
@@ -187,7 +197,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
             whole = shape  # the shape that is padded to 64 rows
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
             if quantize is not None and roundable(config, name, plan):
-                if stored is not None or kind in BLOCKS:
+                if stored is not None or kind in LAYOUTS:
                     raise already_quantised(files, kind)
                 # fused parts are rounded as one
                 whole = plan.shape
@@ -199,7 +209,7 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
                 on_card = prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
             gpu += on_card
             gpu_token += on_card * share(name, plan, config)
-            in_place = only_looked_up(config, name) or kind not in CPU_LAYOUTS
+            in_place = (only_looked_up(config, name) and kind not in CONVERTED) or kind not in CPU_LAYOUTS
             in_memory = size if in_place else prod(shape) * CPU_LAYOUTS[kind].bits / 8
             cpu += in_memory
             cpu_token += in_memory * share(name, plan, config)

@@ -6,15 +6,16 @@ before the first one is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..models.names import Role
-from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, stack
+from ..ops.formats import BLOCKS, GGUFBlockFormat, Weight, dense, join, scaled_nvfp4, stack
 from ..types import OutriderError, require
 from .mapped import ITEM_BYTES, TensorEntry, TensorSource
 from .quant_scheme import QuantScheme
@@ -72,7 +73,11 @@ def find(
         stored = _matrix(source, scheme, name.removesuffix(".weight"), shape=shape)
         if stored is None and len(shape) == 3:
             return _experts(source, scheme, name=name, shape=shape)
-    return stored if stored is not None or entry is None else _plain(source.where, entry, name, shape=shape, role=role)
+    if stored is not None or entry is None:
+        return stored
+    plain = _plain(source.where, entry, name, shape=shape, role=role)
+    factor = factor_of(source.entries, name)
+    return plain if factor is None else _with_factor(source.where, plain, factor)
 
 
 def _plain(where: str, entry: TensorEntry, name: str, shape: tuple[int, ...], role: Role) -> SourceTensor:
@@ -89,6 +94,25 @@ def _read_plain(entry: TensorEntry) -> Weight:
         return replace(dense(tensor(entry)), release=release)
     blocks = ordered(torch.from_numpy(entry.data()).view(*entry.shape[:-1], -1), entry)
     return Weight(GGUFBlockFormat(entry.kind), entry.shape, tensors={"blocks": blocks}, release=release)
+
+
+def factor_of(entries: Mapping[str, TensorEntry], name: str) -> TensorEntry | None:
+    """The factor of an NVFP4 matrix of a GGUF file, a tensor of its own; None if it has none."""
+    entry = entries.get(name)
+    return None if entry is None or entry.kind != "NVFP4" else entries.get(f"{name.removesuffix('.weight')}.scale")
+
+
+def _with_factor(where: str, plain: SourceTensor, factor: TensorEntry) -> SourceTensor:
+    """An NVFP4 matrix [N, K] whose values are multiplied by one number."""
+    if factor.kind != "F32" or prod(factor.shape) != 1:
+        raise OutriderError(
+            f"{where}: the factor of an NVFP4 matrix is {factor.kind} {list(factor.shape)}, not one F32"
+        )
+
+    def read() -> Weight:
+        return scaled_nvfp4(plain.read(), tensor(factor).reshape(1, 1))
+
+    return SourceTensor((*plain.entries, factor), read, plain.alignment)
 
 
 def _matrix(source: TensorSource, recipe: QuantScheme, module: str, shape: tuple[int, ...]) -> SourceTensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,16 @@ def test_nvfp4_is_exact_in_bfloat16(ops: CpuOps) -> None:
     p = part("NVFP4", 40, 128)
     w = ops.pack_weights([p], "cpu")
     assert w is not None and torch.equal(ops.unpack(w), p.dense()) and w.nbytes == 40 * 128 * 2
+
+
+@pytest.mark.parametrize("kind", ["Q1_0", "Q2_0"])
+@pytest.mark.parametrize("shape", [(40, 256), (2, 32, 128)])
+def test_narrow_codes_are_widened_to_four_bits(ops: CpuOps, kind: str, shape: tuple[int, ...]) -> None:
+    flat = part(kind, math.prod(shape[:-1]), shape[-1])
+    p = replace(flat, shape=shape, tensors={"blocks": flat.tensors["blocks"].view(*shape[:-1], -1)})
+    w = ops.pack_weights([p], "cpu")
+    assert w is not None and torch.equal(ops.unpack(w).view(shape), p.dense())
+    assert CPU_LAYOUTS[kind].bits == 4.5
 
 
 @pytest.mark.parametrize("kind", FILE_TYPES)

@@ -32,9 +32,10 @@ def write(
     tokenizer: bool = False,
     control: Mapping[int, str] = {},
     mix: Mapping[str, str] = {},
+    scalars: Mapping[str, float] = {},
 ) -> Path:
     """`state` under text-only names (`model.layers…`); `quantise`: the format of every matrix; `control`: more tokens
-    of the tokenizer, by id; `mix`: the types of matrices that hold random blocks instead."""
+    of the tokenizer, by id; `mix`: the types of matrices that hold random blocks instead; `scalars`: more tensors, of one number."""
     kinds = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[arch], config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)
@@ -84,6 +85,8 @@ def write(
             writer.add_tensor(named, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(named, np.ascontiguousarray(data))
+    for name, value in scalars.items():
+        writer.add_tensor(name, np.array([value], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -25,9 +25,12 @@ from outrider.ops.formats.gguf import BLOCKS, dequantize
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import hub
-from outrider.weights.files import fingerprint
+from outrider.weights.files import fingerprint, model_config
+from outrider.weights.gguf_config import unpermute
 from outrider.weights.load import load_target
+from outrider.weights.sizes import stored_size
 
+NOT_IN_PACKAGE = {"Q1_0", "Q2_0"}
 ARCHS = {
     "llama": "llama", "llama3": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
     "gemma4_31b": "gemma4", "gemma4_e2b": "gemma4", "gemma4_e4b": "gemma4", "gemma4_moe": "gemma4",
@@ -43,13 +46,26 @@ def make(name: str, path: Path, **options: Any) -> tuple[Any, Path]:
     return model, ggufs.write(path, ARCHS.get(name, name), config, state, **options)
 
 
+def by_definition(kind: str, rows: np.ndarray) -> np.ndarray:
+    """Q1_0 and Q2_0, which the package does not decode: a float16 and codes of one or two bits, the first lowest."""
+    blocks = rows.reshape(-1, 18)
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    width = {"Q1_0": 1, "Q2_0": 2}[kind]
+    codes = ((blocks[:, 2:, None] >> np.arange(0, 8, width)) & (2**width - 1)).reshape(len(blocks), -1)
+    integers = 2.0 * codes - 1 if kind == "Q1_0" else codes - 1.0
+    return (integers.astype(np.float32) * scales).reshape(len(rows), -1)
+
+
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
 def test_every_block_format_decodes_exactly_as_the_gguf_package(kind: str) -> None:
     size, nbytes = BLOCKS[kind]
     rows = np.random.default_rng(5).integers(0, 256, (7, 3 * nbytes), dtype=np.uint8)
     ours = dequantize(kind, torch.from_numpy(rows)).numpy()
     with np.errstate(all="ignore"):
-        theirs = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+        if kind in NOT_IN_PACKAGE:
+            theirs = by_definition(kind, rows)
+        else:
+            theirs = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     assert ours.shape == (7, 3 * size) and ours.dtype == np.float32
     np.testing.assert_array_equal(ours, theirs)  # NaN and infinite scales included
     finite = np.isfinite(theirs)
@@ -63,7 +79,7 @@ def test_a_file_may_mix_all_types_and_names_them_when_it_has_another(tmp_path: P
     config = model.config.get_text_config()
     state = model.state_dict()
     matrices = [name for name, values in state.items() if values.dim() == 2 and name != "lm_head.weight"]
-    types = dict(zip(matrices, cycle(sorted(BLOCKS)), strict=False))
+    types = dict(zip(matrices, cycle(sorted(BLOCKS.keys() - NOT_IN_PACKAGE)), strict=False))
     path = ggufs.write(tmp_path / "mix.gguf", "llama", config, state, mix=types)
     file = gguf.GGUFReader(path)
     want = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in file.tensors if len(t.shape) > 1}
@@ -83,6 +99,32 @@ def test_a_file_may_mix_all_types_and_names_them_when_it_has_another(tmp_path: P
     path.write_bytes(data)
     with pytest.raises(OutriderError, match=r"unsupported type 99 \(known: .*IQ1_S, .*IQ4_XS, MXFP4, .*TQ2_0\)"):
         load_target(path)
+
+
+def test_an_nvfp4_matrix_with_a_factor(tmp_path: Path) -> None:
+    """Converters write the checkpoint's second scale as a tensor of its own: such a file was refused as having tensors
+    left over, and that is every NVFP4 file they write."""
+    model = tiny.target("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    config = model.config.get_text_config()
+    path = tmp_path / "factors.gguf"
+    mix = {"model.layers.0.mlp.down_proj.weight": "NVFP4", "model.layers.1.self_attn.q_proj.weight": "NVFP4"}
+    factors = {"blk.0.ffn_down": 0.125, "blk.1.attn_q": 0.37}
+    scalars = {f"{name}.scale": factor for name, factor in factors.items()}
+    scalars |= {f"{name}.input_scale": 3.0 for name in factors}
+    ggufs.write(path, "llama", config, model.state_dict(), mix=mix, scalars=scalars)
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    for ops in (ReferenceOps(), CpuOps(threads=1)):
+        _, weights, _ = load_target(path, ops=ops)
+        down = ops.unpack(weights["layers.0.down"]) if isinstance(ops, CpuOps) else weights["layers.0.down"]
+        want = torch.from_numpy(stored["blk.0.ffn_down.weight"]) * 0.125  # a power of two: exact
+        assert torch.equal(down, want)
+    _, weights, _ = load_target(path)
+    q = weights["layers.1.qkv"][:256]
+    want = torch.from_numpy(stored["blk.1.attn_q.weight"]) * np.float32(0.37)
+    torch.testing.assert_close(q, want[unpermute(4, 256)], rtol=3e-7, atol=0)
+    size = stored_size(hub.resolve(path), model_config(hub.resolve(path)))
+    (held,) = [held for held in size.layouts if held.format.startswith("NVFP4")]
+    assert (held.format, held.cpu) == ("NVFP4 with a factor", "float32")
 
 
 @pytest.mark.parametrize("name", ARCHS)

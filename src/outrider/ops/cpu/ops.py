@@ -19,7 +19,7 @@ from torch import Tensor
 from ...platforms.processor import default_threads
 from ...types import AttnSpec, BlockAttn, BlockRows, KVPages, KVView, OutriderError, require
 from ..backend import EVERY_ROW, Angles, Capabilities, ExpertWeights, HeadNorms, M
-from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, Weight
+from ..formats import DenseFormat, DeviceWeight, Weight
 from ..formats import dense as dense_weight
 from ..formats.blocks import blocks_of
 from ..lowrank import Adapter, LowRank
@@ -83,7 +83,7 @@ class CpuOps(ReferenceOps):
         ]  # exact: six bits
         if all(halves(p) for p in parts) and len({p.format for p in parts}) == 1:
             return self.packer.halves(parts)
-        parts = [p if isinstance(p.format, GGUFBlockFormat) else blocks_of(p) or p for p in parts]
+        parts = [p if p.format.name in FILE_TYPES else blocks_of(p) or p for p in parts]
         if any(p.format.name not in FILE_TYPES for p in parts):
             return None
         experts = len(parts[0].shape) == 3

@@ -7,5 +7,5 @@ from .dense import DenseFormat, dense
 from .fp8 import Float8Format
 from .gguf import BLOCKS, GGUFBlockFormat
 from .integer import IntegerFormat
-from .nvfp4 import NvFp4Format
+from .nvfp4 import NvFp4Format, scaled_nvfp4
 from .rounded import MODES, rounded_to

@@ -1,16 +1,19 @@
-"""Converts the grouped integers of compressed-tensors, AWQ and GPTQ checkpoints to GGUF blocks, for the CPU kernels.
+"""Converts weights to the GGUF blocks that the CPU kernels have.
 
-Symmetric ones become Q4_0 or Q8_0 and keep their values (a scale outside float16's normal range is refused); 4-bit ones
-with zero-points become Q4_1, whose offset is rounded to float16.
+The grouped integers of compressed-tensors, AWQ and GPTQ: symmetric ones become Q4_0 or Q8_0 and keep their values (a
+scale outside float16's normal range is refused); 4-bit ones with zero-points become Q4_1, whose offset is rounded to
+float16. GGUF's Q1_0 and Q2_0 become Q4_0.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .base import Weight
-from .gguf import GGUFBlockFormat
+from .gguf import GGUFBlockFormat, codes_of, scales_of
 from .integer import IntegerFormat, halves
 
 BLOCK = 32
@@ -19,9 +22,21 @@ SMALLEST = 6.2e-5
 LARGEST = 6e4
 
 
+class Widening(NamedTuple):
+    """Code c of a narrow format is code first + c * distance of Q4_0."""
+
+    first: int
+    distance: int
+
+
+WIDENINGS = {"Q1_0": Widening(7, 2), "Q2_0": Widening(7, 1)}  # -1 and 1; -1, 0, 1 and 2
+
+
 def blocks_of(weight: Weight) -> Weight | None:
     """Rewrites a matrix as Q4_0, Q4_1 or Q8_0; None if it has no such form."""
     format = weight.format
+    if format.name in WIDENINGS:
+        return _widened(weight)
     t = weight.tensors
     columns = weight.shape[-1]
     if not isinstance(format, IntegerFormat) or format.ordered or columns % BLOCK or format.group % BLOCK:
@@ -42,6 +57,18 @@ def blocks_of(weight: Weight) -> Weight | None:
     return made(
         "Q4_1", weight.shape, numbers=[d, spread(-scale * t["zero"].float(), each).to(torch.float16)], codes=nibbles
     )
+
+
+def _widened(weight: Weight) -> Weight:
+    """Codes of one or two bits as Q4_0, with the same values."""
+    kind = weight.format.name
+    rows = weight.tensors["blocks"].flatten(0, -2)
+    widening = WIDENINGS[kind]
+    q = (codes_of(kind, rows) * widening.distance + widening.first).unflatten(-1, (-1, BLOCK))
+    scale = scales_of(kind, rows)[0].to(torch.float16)
+    d = spread(scale, weight.shape[-1] // BLOCK // scale.shape[-1])
+    blocks = made("Q4_0", weight.shape, numbers=[d], codes=q[..., :16] | (q[..., 16:] << 4)).tensors["blocks"]
+    return Weight(GGUFBlockFormat("Q4_0"), weight.shape, {"blocks": blocks.view(*weight.shape[:-1], -1)})
 
 
 def spread(numbers: Tensor, each: int) -> Tensor:

@@ -55,6 +55,7 @@ IQ2_TABLE = CodeTable((8, 25, 43, 0, -8, -25, -43, 0), 0.125)
 IQ3_XXS_TABLE = CodeTable((4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62), 0.25)
 IQ3_S_TABLE = CodeTable((1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15))
 CODE_TABLES = {
+    "Q1_0": CodeTable((-1, 1)),
     "IQ1_S": IQ1_TABLE,
     "IQ1_M": IQ1_TABLE,
     "IQ2_XXS": IQ2_TABLE,
@@ -68,7 +69,7 @@ CODE_TABLES = {
     "NVFP4": FP4_TABLE,
 }
 # the code of 0 in the other formats, where it is not 0
-ZERO = {"Q3_K": 4, "Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "TQ1_0": 1, "TQ2_0": 1}
+ZERO = {"Q2_0": 1, "Q3_K": 4, "Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "TQ1_0": 1, "TQ2_0": 1}
 
 
 def dequantize(kind: str, rows: Tensor) -> Tensor:
@@ -107,6 +108,10 @@ def codes_of(kind: str, rows: Tensor) -> Tensor:
         codes = _trits(b)
     elif kind == "NVFP4":
         codes = _nibbles(b[..., 4:], 4)
+    elif kind == "Q1_0":
+        codes = _sign_bits(b[..., 2:].int()).to(torch.uint8)
+    elif kind == "Q2_0":  # four neighbours in a byte, the first in the lowest bits
+        codes = ((b[..., 2:, None] >> _steps(4, 2, b)) & 3).flatten(-2).to(torch.uint8)
     elif kind.startswith(("IQ1", "IQ2", "IQ3")):
         codes = _lattice_codes(kind, b)
     else:

@@ -13,11 +13,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..gguf_blocks import BLOCKS
 from .base import Format, Unit, Weight
+from .gguf import codes_of
 from .integer import halves, pairs
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0..7; 8..15 are their negatives
 GROUP = 16
+NAN = 127  # e4m3's; GGUF reads it as 0, and ignores the sign
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,13 @@ class NvFp4Format(Format):
         rows = factor.expand(*values.shape[:-1], 1).contiguous()
         q = pairs(codes.to(torch.uint8).reshape(values.shape))
         return Weight(self, tuple(values.shape), {"q": q, "scale": scale, "factor": rows})
+
+
+def scaled_nvfp4(weight: Weight, factor: Tensor) -> Weight:
+    """GGUF's NVFP4 blocks [N, K] and their matrix's factor [1, 1], in the tensors of this format."""
+    blocks = weight.tensors["blocks"]
+    scale = blocks.unflatten(-1, (-1, BLOCKS["NVFP4"][1]))[..., :4].flatten(-2)
+    scale = torch.where(scale & NAN == NAN, 0, scale & NAN).view(torch.float8_e4m3fn)
+    q = pairs(codes_of("NVFP4", blocks))
+    tensors = {"q": q, "scale": scale, "factor": factor.expand(weight.shape[0], 1).contiguous()}
+    return Weight(NvFp4Format(), weight.shape, tensors, release=weight.release)

@@ -63,6 +63,8 @@ def signed(codes: Codes, table: CodeTable, divisor: int = 1, group: int = 0) -> 
 
 TRITS = GGUFCodes(Codes.INT4, (7, 8, 9, 10))
 GGUF_CODES = {
+    "Q1_0": GGUFCodes(Codes.INT4, (7, 9)),
+    "Q2_0": TRITS,
     "Q4_0": GGUFCodes(Codes.INT4),
     "Q4_1": GGUFCodes(Codes.UINT4),
     "Q8_0": GGUFCodes(Codes.INT8),
