@@ -321,62 +321,83 @@ class TrainRun:
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
     def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
-        job = self.job
+        """Trains, evaluates and writes the drafter. Returns the evaluation."""
         sizes = self.sizes(target, data)
         self.progress("starting the drafter", done=0, total=1, line="")
         net = self.start(target, data, sizes.anchors)
         if isinstance(net, DrafterModule):
-            if job.qat_start < 1:
-                net.config = replace(net.config, weight_bits=4)
-            if job.cluster_top is not None and net.config.clusters:
-                net.config = replace(net.config, cluster_top=job.cluster_top)
-        cost = drafter_size(net.config)
-        unit = "pass" if job.kind == "dflash" else "step"
-        share = f"{cost.step / model_size(target.config).active:.1%} of a target step"
-        head = f"{cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
-        self.say(f"a draft {unit} reads {cost.step / 1e6:.2f} M weights ({share}), {head}")
+            self.configure(net)
+        self.say(self.cost_line(net, target, sizes.anchors))
         aside, reserve = self.reserve(target.model, net, aside)
-        log_path = job.out / "log.jsonl"
-        scored = (
-            (lambda: finish.judge(target.model, net, aside, temperature=job.temperature, halt=self.halted))
-            if len(aside)
-            else None
-        )
-        hooks = Hooks(
-            evaluate=scored,
-            log=partial(append_row, log_path),
-            # without measurements: a killed run leaves its best drafter
-            export=lambda: finish.write_drafter(trainer, target.hash, result={}, runs=[]),
-            progress=lambda done, line: self.progress("training", min(done, 1.0), total=1.0, line=line),
-            stop=lambda: self.stop.asked,
-        )
-        trainer = Trainer(target.model, net, data=data, config=job, sizes=sizes, hooks=hooks)
+        trainer = self.trainer(target, net, data=data, aside=aside, sizes=sizes)
         resumed = trainer.resume()
         if resumed:
             self.say(f"continuing from step {trainer.progress.step}")
-        trim_log(log_path, trainer.progress.step if resumed else -1)
-        if job.init is not None and not resumed:
+        trim_log(self.job.out / "log.jsonl", trainer.progress.step if resumed else -1)
+        if self.job.init is not None and not resumed:
             trainer.judge()  # the score to beat
-        if job.minutes is not None:
+        if self.job.minutes is not None:
             trainer.minutes = max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60
         trainer.run()
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         self.progress("evaluating", done=0, total=1, line="")
         result = finish.finish(trainer, target.hash, aside, halt=self.halted)
-        step = trainer.progress.step
-        drafter_path = job.out / "drafter"
+        return self.concluded(result, trainer.progress.step, evaluable=len(aside) > 0)
+
+    def configure(self, net: DrafterModule) -> None:
+        """Applies the job's settings of weights in 4 bits and of clusters scored per step."""
+        if self.job.qat_start < 1:
+            net.config = replace(net.config, weight_bits=4)
+        if self.job.cluster_top is not None and net.config.clusters:
+            net.config = replace(net.config, cluster_top=self.job.cluster_top)
+
+    def cost_line(self, net: TrainNet, target: TrainTarget, anchors: int) -> str:
+        cost = drafter_size(net.config)
+        unit = "pass" if self.job.kind == "dflash" else "step"
+        share = f"{cost.step / model_size(target.config).active:.1%} of a target step"
+        head = f"{cost.head / 1e6:.2f} M of them in the head; {anchors} anchors a batch"
+        return f"a draft {unit} reads {cost.step / 1e6:.2f} M weights ({share}), {head}"
+
+    def trainer(
+        self, target: TrainTarget, net: TrainNet, *, data: Sequences, aside: Sequences, sizes: forecast.Sizes
+    ) -> Trainer:
+        """The trainer, with the actions of this run."""
+
+        def evaluate() -> Row:
+            return finish.judge(target.model, net, aside, temperature=self.job.temperature, halt=self.halted)
+
+        def export() -> None:
+            # without measurements: a killed run leaves its best drafter
+            finish.write_drafter(trainer, target.hash, result={}, runs=[])
+
+        def progress(done: float, line: str) -> None:
+            self.progress("training", min(done, 1.0), total=1.0, line=line)
+
+        hooks = Hooks(
+            evaluate=evaluate if len(aside) > 0 else None,
+            log=partial(append_row, self.job.out / "log.jsonl"),
+            export=export,
+            progress=progress,
+            stop=lambda: self.stop.asked,
+        )
+        trainer = Trainer(target.model, net, data=data, config=self.job, sizes=sizes, hooks=hooks)
+        return trainer
+
+    def concluded(self, result: Row, step: int, evaluable: bool) -> Row:
+        """Reports how the training ended, and adds that to the result. evaluable: there are held-out answers."""
+        drafter_path = self.job.out / "drafter"
         if self.stop.asked:
             self.say(f"stopped at step {step}; {drafter_path} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
         result["steps"] = step
-        if len(aside) and "full" not in result:
+        if evaluable and "full" not in result:
             self.say("not evaluated: the time was over")
-        if job.minutes is not None and step < forecast.HANDFUL:
+        if self.job.minutes is not None and step < forecast.HANDFUL:
             result["too_few_steps"] = True
             self.say(f"only {step} steps in the time there was: this drafter has learnt nothing; allow more --minutes")
         elif result["step"] < step:
-            best = f"step {result['step']}" if result["step"] or job.init is None else job.init
-            last = f"{job.out / 'last'} holds the last ones"
+            best = f"step {result['step']}" if result["step"] or self.job.init is None else self.job.init
+            last = f"{self.job.out / 'last'} holds the last ones"
             self.say(f"no evaluation beat {best}, so {drafter_path} holds those weights; {last}")
         else:
             self.say(f"drafter written to {drafter_path}")

@@ -5,7 +5,7 @@ It is computed from the configuration alone; for a GGUF file, from its header.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -15,7 +15,8 @@ from ..models.names import Config, TensorPlan, only_looked_up, roundable, tensor
 from ..ops.formats import Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
 from .files import Files, already_quantised, open_source
 from .mapped import TensorEntry
-from .quant_scheme import recipe
+from .quant_reader import Shape
+from .quant_scheme import QuantScheme, recipe
 from .source import factor_of
 
 ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two bytes
@@ -142,6 +143,12 @@ class HeldBytes:
     cpu: float = 0.0
     gpu: float = 0.0
 
+    def add(self, source: SourceSize) -> None:
+        self.tensors += 1
+        self.stored += source.stored
+        self.cpu += source.cpu
+        self.gpu += source.gpu
+
 
 @dataclass(frozen=True)
 class StoredSize:
@@ -161,78 +168,107 @@ def item_bytes(config: Mapping[str, object]) -> float:
     return ITEM.get(next((name for name in named if isinstance(name, str)), ""), 2.0)
 
 
+@dataclass(frozen=True)
+class SourceSize:
+    """One tensor of a checkpoint: bytes on disk, in a GPU's memory and in the memory of the CPU kernels."""
+
+    kind: str  # its format
+    parameters: int
+    share: float  # part that one token reads
+    stored: float
+    gpu: float
+    cpu: float
+    held: HeldFormat | None  # GGUF's quantised tensors: how either side stores them
+
+
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
     """quantize: the format to which dense matrices are quantised when loaded on a GPU."""
-    how = recipe(files.config, files.name)
-    item = item_bytes(files.config)
     entries: Mapping[str, TensorEntry] = open_source(files).entries if files.gguf is not None else {}
-    total = 0.0
-    token = 0.0
-    parameters = 0
-    gpu = 0.0
-    gpu_token = 0.0
-    cpu = 0.0
-    cpu_token = 0.0
+    sizer = Sizer(files, config, quantize, scheme=recipe(files.config, files.name), entries=entries)
+    sources = list(sizer.sources())
     formats: dict[str, float] = {}
     layouts: dict[HeldFormat, HeldBytes] = {}
-    for name, plan in tensor_plan(config, entries).items():
-        if plan.role == "index":
-            continue
-        for source, shape in zip(plan.sources, plan.source_shapes, strict=True):
-            stored = how(source.removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
-            entry = entries.get(source)
-            if entry is not None:
-                size = float(entry.nbytes)
-                kind = SCALED_NVFP4 if factor_of(entries, source) is not None else entry.kind
-            elif stored is not None:
-                size = float(stored.format.nbytes(shape))
-                kind = stored.format.name
-            else:
-                size = prod(shape) * item
-                kind = "dense"
-            total = total + size
-            parameters = parameters + prod(shape)
-            formats[kind] = formats.get(kind, 0.0) + size
-            token += size * share(name, plan, config)
-            whole = shape  # the shape that is padded to 64 rows
-            layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
-            if quantize is not None and roundable(config, name, plan):
-                if stored is not None or kind in LAYOUTS:
-                    raise already_quantised(files, kind)
-                # fused parts are rounded as one
-                whole = plan.shape
-                format = rounded_to(quantize, plan.shape)
-                layout = None if format is None else layout_of(format)
-            if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):
-                on_card = layout.nbytes(prod(whole[:-1]), whole[-1]) * prod(shape) / prod(whole)
-            else:  # tables, small matrices and what was never quantised
-                on_card = prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
-            gpu += on_card
-            gpu_token += on_card * share(name, plan, config)
-            in_place = (only_looked_up(config, name) and kind not in CONVERTED) or kind not in CPU_LAYOUTS
-            in_memory = size if in_place else prod(shape) * CPU_LAYOUTS[kind].bits / 8
-            cpu += in_memory
-            cpu_token += in_memory * share(name, plan, config)
-            if kind in CPU_LAYOUTS:
-                on_cpu = "rows in the file" if in_place else CPU_LAYOUTS[kind].about
-                packed = layout is not None and plan.role == "matrix" and not stays_dense(plan.shape)
-                on_gpu = f"{layout.bits}-bit codes" if layout is not None and packed else "bf16"
-                entry_bytes = layouts.setdefault(HeldFormat(kind, on_cpu, on_gpu), HeldBytes())
-                entry_bytes.tensors += 1
-                entry_bytes.stored += size
-                entry_bytes.cpu += in_memory
-                entry_bytes.gpu += on_card
+    for source in sources:
+        formats[source.kind] = formats.get(source.kind, 0.0) + source.stored
+        if source.held is not None:
+            layouts.setdefault(source.held, HeldBytes()).add(source)
     return StoredSize(
-        total,
-        token,
-        parameters=parameters,
-        gpu=gpu,
-        gpu_token=gpu_token,
+        total=sum(source.stored for source in sources),
+        token=sum(source.stored * source.share for source in sources),
+        parameters=sum(source.parameters for source in sources),
+        gpu=sum(source.gpu for source in sources),
+        gpu_token=sum(source.gpu * source.share for source in sources),
         formats=formats,
-        cpu=cpu,
-        cpu_token=cpu_token,
+        cpu=sum(source.cpu for source in sources),
+        cpu_token=sum(source.cpu * source.share for source in sources),
         layouts=layouts,
     )
+
+
+@dataclass(frozen=True)
+class Sizer:
+    """Sizes of a checkpoint's tensors, one by one."""
+
+    files: Files
+    config: Config
+    quantize: str | None
+    scheme: QuantScheme | None
+    entries: Mapping[str, TensorEntry]  # of a GGUF file
+
+    def sources(self) -> Iterator[SourceSize]:
+        for name, plan in tensor_plan(self.config, self.entries).items():
+            if plan.role != "index":
+                for source, shape in zip(plan.sources, plan.source_shapes, strict=True):
+                    yield self._source(name, plan, source=source, shape=shape)
+
+    def _source(self, name: str, plan: TensorPlan, source: str, shape: Shape) -> SourceSize:
+        format = self._format(plan, source)
+        entry = self.entries.get(source)
+        if entry is not None:
+            kind = SCALED_NVFP4 if factor_of(self.entries, source) is not None else entry.kind
+            stored = float(entry.nbytes)
+        elif format is not None:
+            kind = format.name
+            stored = float(format.nbytes(shape))
+        else:
+            kind = "dense"
+            stored = prod(shape) * item_bytes(self.files.config)
+        layout = LAYOUTS.get(kind) if format is None else layout_of(format, len(shape) == 3)
+        padded = shape  # the shape whose rows are padded to 64
+        if self.quantize is not None and roundable(self.config, name, plan):
+            if format is not None or kind in LAYOUTS:
+                raise already_quantised(self.files, kind)
+            padded = plan.shape  # fused parts are rounded as one
+            rounded = rounded_to(self.quantize, plan.shape)
+            layout = None if rounded is None else layout_of(rounded)
+        if plan.role != "matrix" or stays_dense(plan.shape):
+            layout = None
+        if layout is not None:
+            gpu = layout.nbytes(prod(padded[:-1]), padded[-1]) * prod(shape) / prod(padded)
+        else:  # tables, small matrices and dense checkpoints
+            gpu = prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
+        looked_up = only_looked_up(self.config, name) and kind not in CONVERTED
+        in_file = looked_up or kind not in CPU_LAYOUTS
+        held = None
+        if kind in CPU_LAYOUTS:
+            on_cpu = "rows in the file" if in_file else CPU_LAYOUTS[kind].about
+            held = HeldFormat(kind, on_cpu, "bf16" if layout is None else f"{layout.bits}-bit codes")
+        return SourceSize(
+            kind=kind,
+            parameters=prod(shape),
+            share=share(name, plan, self.config),
+            stored=stored,
+            gpu=gpu,
+            cpu=stored if in_file else prod(shape) * CPU_LAYOUTS[kind].bits / 8,
+            held=held,
+        )
+
+    def _format(self, plan: TensorPlan, source: str) -> Format | None:
+        """Format of a quantised matrix by the checkpoint's scheme."""
+        if self.scheme is None or plan.role != "matrix":
+            return None
+        reader = self.scheme(source.removesuffix(".weight"))
+        return None if reader is None else reader.format
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:
