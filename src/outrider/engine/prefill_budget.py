@@ -80,8 +80,15 @@ class PrefillBudget:
         prompts of all clients (`num_prompting`) together have as much time as one stream."""
         if not self.rows_are_dear:
             return 0.0
-        measured = self._row > 0.0 and self._plain > 0.0
-        steps = rows * self._row / self._plain if measured else rows / self.with_decodes
+        if self._row > 0.0 and self._plain > 0.0:
+            return self.charge_seconds(rows * self._row, num_streaming, num_prompting)
+        return rows / self.with_decodes * min(num_streaming, CLIENTS) * num_prompting
+
+    def charge_seconds(self, seconds: float, num_streaming: int, num_prompting: int) -> float:
+        """Steps that a client owes for other work that took so long, next to other clients' streams."""
+        if not self.rows_are_dear:
+            return 0.0
+        steps = seconds / self._plain if self._plain > 0.0 else 1.0
         return steps * min(num_streaming, CLIENTS) * num_prompting
 
     def observe(self, rows: int, seconds: float) -> None:

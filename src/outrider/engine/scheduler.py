@@ -64,6 +64,7 @@ class Scheduler:
         self._background_skips = 0
         self._blocked: BlockedRequest | None = None
         self._debt = PrefillDebt()
+        self._scored: set[str] = set()  # clients of whose texts a pass ran since the last step
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -118,6 +119,7 @@ class Scheduler:
     def commit_plan(self, plan: StepPlan) -> None:
         """Book a plan that is about to run."""
         self._debt = plan.debt
+        self._scored.clear()
         self._background_skips = plan.background_skips
         if plan.cycle is not None:
             self.draft_policy.commit(plan.cycle)
@@ -133,6 +135,30 @@ class Scheduler:
         if victim is not None:
             self._preempt(victim)
         return victim is not None
+
+    def scored_rows(self, client: str, most: int) -> int:
+        """Rows of a text that may be scored for a client now; 0: not before another step. Beside sequences of others a
+        client has one pass per step, with as many rows as a prompt there."""
+        if not self._others(client):
+            return most
+        if client in self._scored or self._debt.waits(client) or client in self._absent():
+            return 0
+        self._scored.add(client)
+        return min(most, self.prefill.with_decodes or most)
+
+    def charge_scored(self, client: str, seconds: float) -> None:
+        """Charge a client for a pass over its text as for its prompts."""
+        charged = dict(self._debt.charged)
+        num_prompting = len({client, *charged})
+        steps = self.prefill.charge_seconds(seconds, len(self._others(client)), num_prompting)
+        if steps > 0.0:
+            charged[client] = charged.get(client, 0.0) + steps
+            self._debt = PrefillDebt(self._debt.overdrawn, charged)
+
+    def _others(self, client: str) -> set[str]:
+        """Other clients that the next steps are for."""
+        waiting = self.waiting if self._blocked is None else ()  # which lacks pages that a text may hold
+        return {seq.request.client for seq in (*self.running, *waiting) if not seq.paused} - {client}
 
     def _absent(self) -> frozenset[str]:
         """Clients without a part in the next step. Any step that has none of them has a sequence of another client."""

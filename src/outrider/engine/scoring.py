@@ -1,7 +1,8 @@
 """Scores a given text without generating: log-probabilities of its tokens, or one embedding of the whole text.
 
-A `ScoringJob` processes the text a few rows at a time between engine steps, so a long text delays no stream. It uses a
-slot and pages of the engine's cache while it runs and frees them at the end.
+A `ScoringJob` processes the text a few rows at a time between engine steps. Next to sequences of other clients these
+rows count as those of the client's prompts (`Scheduler.scored_rows`), so texts delay streams no more than prompts do.
+It uses a slot and pages of the engine's cache while it runs and frees them at the end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MAX_SCORED_ROWS = 64  # positions per pass
 class ScoringJob(ABC):
     logits = False  # it needs the logits of each position, not its hidden state
     adapter: Adapter | None = None
+    client: str = ""  # whose time it takes
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
         """Scores the first `count` of the tokens."""
@@ -48,16 +50,22 @@ class ScoringJob(ABC):
             self._cache, _ = store.open()
         begin = self._at
         # sliding groups hold a window and the rows that one pass may write
-        end = min(begin + min(MAX_SCORED_ROWS, store.spec.chunk), self._count)
-        if begin < end:
+        rows = min(MAX_SCORED_ROWS, store.spec.chunk, self._count - begin)
+        if rows > 0:
+            rows = engine.scheduler.scored_rows(self.client, rows)
+            if rows == 0:
+                return True  # others have their turn
+            end = begin + rows
             while not store.reserve(self._cache, end, full_positions=self._count):
                 if not engine.scheduler.preempt_paused():
                     self.close(engine)
                     room = f"no room in the cache to score {len(tokens)} tokens now"
                     raise OutriderError(f"{room}: try again, or with a shorter text")
+            began = engine.clock()
             self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
             store.commit(self._cache, end)
             self._at = end
+            engine.scheduler.charge_scored(self.client, engine.clock() - began)
         if self._at < self._count:
             return True
         self.close(engine)

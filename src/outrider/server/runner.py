@@ -218,30 +218,36 @@ class Runner:
     # ---- on the engine thread
 
     def _run(self) -> None:
-        while True:
-            idle = not (self._engine.busy and self.healthy)
-            if idle:
-                self._outbox.flush()
-                self.progress = {}
-                self._published = 0.0
-            try:
-                # wait only if there is nothing to compute
-                command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
-            except queue.Empty:
-                if idle:
-                    self._tidy()
-                else:
-                    self._step()
-                continue
-            if command is None:
-                break
-            command()
+        while self._carry_out():
+            if self._engine.busy and self.healthy:
+                self._step()
         running = list(self._streams.items())
         for id, _ in running:
             self._abort(id)
         self._streams = dict(running)
         self._deliver([(id, EngineError("the server is shutting down")) for id, _ in running])
         self._outbox.flush()
+
+    def _carry_out(self) -> bool:
+        """Carries out the commands that are here; with nothing to compute, waits for one. False: the thread ends.
+
+        Commands that come meanwhile wait for the next step: texts that are scored send one after the other without end.
+        """
+        idle = not (self._engine.busy and self.healthy)
+        if idle:
+            self._outbox.flush()
+            self.progress = {}
+            self._published = 0.0
+        for _ in range(max(self._commands.qsize(), int(idle))):
+            try:
+                command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
+            except queue.Empty:
+                self._tidy()
+                break
+            if command is None:
+                return False
+            command()
+        return True
 
     def _tidy(self) -> None:
         self._tidy_at = time.monotonic() + TIDY_S

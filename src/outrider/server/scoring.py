@@ -44,6 +44,7 @@ MAX_INPUTS = 2048  # maximum inputs of a call, as in OpenAI's API
 
 async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priority: int = 0) -> None:
     """Runs scoring work to its end, holding one place in the engine."""
+    work.client = client
     await model.turns.acquire(client, priority)
     try:
         while await model.runner.call(work.step):

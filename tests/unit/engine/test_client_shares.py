@@ -105,6 +105,45 @@ def test_where_rows_are_cheap_nobody_stays_behind() -> None:
     assert all(len(next_step(scheduler).decode) == 2 for _ in range(8))
 
 
+def test_texts_that_are_scored_share_the_time_of_prompts() -> None:
+    """A pass of 64 rows ran for each text before every step: seven of one client made others' streams wait for all."""
+    prefill = PrefillBudget(512, with_decodes=16, choices=(4, 8, 16))
+    scheduler = Scheduler(CountingCache(9, 10_000), 9, prefill, 16, 1 << 30, FixedDrafts())
+    assert scheduler.scored_rows("texts", 64) == scheduler.scored_rows("texts", 64) == 64, "nobody else is there"
+    reader = decoding("reader")
+    scheduler.add(reader)
+    assert scheduler.scored_rows("texts", 64) == 16, "it waits for its first step"
+    next_step(scheduler)
+    reader.computed = 1
+    prefill.observe(0, 0.010)
+    passes = []
+    for step in range(40):
+        for client in ("texts", "texts", "texts", "other texts"):
+            rows = scheduler.scored_rows(client, 64)
+            if rows > 0:
+                passes.append((step, client))
+                assert rows == 16
+                scheduler.charge_scored(client, 0.040)  # four steps
+        assert reader in [row.seq for row in next_step(scheduler).decode]
+    counts = {client: [c for _, c in passes].count(client) for client in ("texts", "other texts")}
+    assert min(counts.values()) >= 4 and sum(counts.values()) <= 12, "together they have the time of the stream"
+    assert scheduler.scored_rows("reader", 64) == 64, "its own streams are no others"
+    reader.paused = True
+    assert scheduler.scored_rows("texts", 64) == 64
+
+
+def test_where_rows_are_cheap_a_client_has_one_pass_per_step() -> None:
+    prefill = PrefillBudget(512, with_decodes=512)  # a GPU's
+    scheduler = Scheduler(CountingCache(9, 10_000), 9, prefill, 16, 1 << 30, FixedDrafts())
+    scheduler.add(decoding("reader"))
+    for chunk in next_step(scheduler).prompts:
+        chunk.seq.computed = 1
+    for _ in range(4):
+        assert [scheduler.scored_rows(client, 64) for client in ("a", "a", "b", "a", "b")] == [64, 0, 64, 0, 0]
+        scheduler.charge_scored("a", 1.0)
+        assert next_step(scheduler).decode
+
+
 # ---- a server under attack, by a clock of its own
 
 

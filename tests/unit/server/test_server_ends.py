@@ -26,6 +26,7 @@ from tests.waiting import PATIENCE
 
 from outrider.engine import child_process
 from outrider.engine.scoring import Scorer
+from outrider.engine.step import Request
 from outrider.server import grammar_sandbox, tokenizer_process
 from outrider.server.app import create_app
 from outrider.server.batch import receiving
@@ -33,10 +34,10 @@ from outrider.server.errors import ApiError
 from outrider.server.grammar_source import GrammarSource
 from outrider.server.main import HttpServer, address, listen
 from outrider.server.model_info import ServedModel
-from outrider.server.runner import EngineError, Runner
+from outrider.server.runner import EngineError, RequestStream, Runner
 from outrider.server.scoring import run_scoring
 from outrider.server.settings import ServerSettings
-from outrider.types import OutriderError
+from outrider.types import OutriderError, SamplingParams
 
 TOK = tokenizer()
 
@@ -85,6 +86,39 @@ def test_who_has_read_the_end_of_a_stream_finds_its_place_free(fails: int, last:
         assert held == [0]
 
     asyncio.run(work())
+
+
+def test_commands_without_end_leave_steps_between_them() -> None:
+    """A command that came while another ran was carried out before the next step. Texts that are scored send them
+    without end: a stream stood still until all of them were done."""
+    most = 400
+
+    async def work() -> int:
+        engine = FakeEngine(TOK, say=lambda _: "word " * 40, draft=0, hold=2)
+        runner = Runner(engine)
+        runner.start()
+        request = Request("r", TOK.encode("hi"), SamplingParams(max_tokens=30, ignore_eos=True))
+        stream = RequestStream(runner, ["r"])
+        await runner.submit(request, stream)
+        num_commands = 0
+
+        async def command_on() -> None:
+            nonlocal num_commands
+            while stream.open and num_commands < most:
+                num_commands += 1
+                if num_commands == 20:
+                    engine.go.set()
+                await runner.call(lambda _: time.sleep(0.002))
+
+        tasks = [asyncio.create_task(command_on()) for _ in range(4)]
+        while stream.open:
+            await stream.next(PATIENCE)
+        at_end = num_commands
+        await asyncio.gather(*tasks)
+        await runner.stop()
+        return at_end
+
+    assert asyncio.run(work()) < most
 
 
 @pytest.mark.parametrize(
