@@ -63,16 +63,15 @@ PREFILL = 512
 ROWS = (1, 5, 9, 17, 64)
 NO_HINT = 9
 
-# Variants of tiles.c: name -> (level, definitions)
-TILES = "-DAMX_ROWS=6"
+# Variants: name -> (level, definitions)
+TILES = "-DAMX_ROWS=5"
 VARIANTS: dict[str, tuple[str, str]] = {
     BF16: (BF16, ""),
     "amx": ("amx", ""),
     "tiles": ("amx", TILES),
-    "tiles, lag 3": ("amx", f"{TILES} -DAMX_LAG=3"),
-    "tiles, lag 6": ("amx", f"{TILES} -DAMX_LAG=6"),
-    "tiles, lag 12": ("amx", f"{TILES} -DAMX_LAG=12"),
-    "tiles, lag 6, 32 blocks": ("amx", f"{TILES} -DAMX_LAG=6 -DAMX_BLOCKS=32"),
+    "tiles, 4 steps": ("amx", f"{TILES} -DAMX_STEPS=4"),
+    "tiles, one group": ("amx", f"{TILES} -DAMX_PAIRS=0"),
+    "tiles, answers at the same place": ("amx", f"{TILES} -DANSWERS_AHEAD=0"),
     "few 4k": (BF16, "-DFEW_ROWS_AHEAD=4096"),
     "few 8k": (BF16, "-DFEW_ROWS_AHEAD=8192"),
     "few and more 4k": (BF16, "-DFEW_ROWS_AHEAD=4096 -DMORE_ROWS_AHEAD=4096"),
@@ -155,15 +154,15 @@ class Libraries:
     def __init__(self, folder: Path, names: Sequence[str]):
         self.folder = folder
         self.pool = ThreadPoolExecutor(32)
-        levels = {VARIANTS[name][0] for name in names}
-        flags = {level: [*build.COMMON.split(), *build.FLAGS[level].split(), f"-I{build.HERE}"] for level in levels}
-        chunks = self.compiled(build.HERE / "chunks.c", flags[BF16], "chunks")
-        probes = {level: self.compiled(PROBE, flags[level], f"probe-{level}") for level in levels}
+        common = [*build.COMMON.split(), f"-I{build.HERE}"]
+        chunks = self.compiled(build.HERE / "chunks.c", [*common, *build.FLAGS[BF16].split()], "chunks")
         self.paths: dict[str, Future[Path]] = {}
         for i, name in enumerate(names):
             level, definitions = VARIANTS[name]
-            tiles = self.compiled(build.HERE / "tiles.c", [*flags[level], *definitions.split()], f"tiles-{i}")
-            self.paths[name] = self.pool.submit(self.linked, f"lib{i}.so", (chunks, probes[level], tiles))
+            flags = [*common, *build.FLAGS[level].split(), *definitions.split()]
+            probe = self.compiled(PROBE, flags, f"probe-{i}")
+            tiles = self.compiled(build.HERE / "tiles.c", flags, f"tiles-{i}")
+            self.paths[name] = self.pool.submit(self.linked, f"lib{i}.so", (chunks, probe, tiles))
         self.loaded: dict[str, ctypes.CDLL] = {}
 
     def compiled(self, source: Path, flags: Sequence[str], name: str) -> Future[Path]:
@@ -325,7 +324,7 @@ def products(ops: CpuOps, weights: Sequence[PackedWeight], rows: int, phases: in
     structs = [c_weight(w) for w in weights]
     array = (ctypes.c_void_p * len(structs))(*map(ctypes.addressof, structs))
     widest = max(c.k for c in structs)
-    acts = torch.zeros(rows * widest * 4 + 4096, dtype=torch.uint8)
+    acts = torch.zeros((rows + 16) * widest * 2 + 4096, dtype=torch.uint8)
     out = torch.zeros(rows * max(max(c.n for c in structs), widest) + 64)
     keep = (structs, array, acts, out)
 
@@ -335,13 +334,18 @@ def products(ops: CpuOps, weights: Sequence[PackedWeight], rows: int, phases: in
     return run
 
 
-def compute(report: Report, libs: Libraries, levels: Sequence[str]) -> None:
+def compute(
+    report: Report,
+    libs: Libraries,
+    levels: Sequence[str],
+    kinds: Sequence[str] = ("Q4_0", "Q4_K", "Q6_K", "Q8_0"),
+    row_counts: Sequence[int] = (1, 5, 9, 16, 17, 32, 64, 128),
+) -> None:
     repeat = 40
-    kinds = ("Q4_0", "Q4_K", "Q6_K", "Q8_0")
     for kind in kinds:
         n, k = 256, 1536
         units = repeat * (n // 16) * (k // 32)
-        for rows in (1, 5, 9, 16, 17, 32, 64, 128):
+        for rows in row_counts:
             work = {}
             for level in levels:
                 ops = libs.ops(level, 1)
@@ -365,6 +369,56 @@ def bits(report: Report, libs: Libraries, variant: str) -> None:
                 wrong.setdefault(kind, []).append(rows)
     kv = [str(ops.kv_dtype(torch.float32)) for ops in both]
     report("bits", variant=variant, formats=list(FORMATS), equal=not wrong, wrong=wrong, kv=kv)
+
+
+def fast_bits(report: Report, libs: Libraries, variants: Sequence[str]) -> None:
+    """Some formats and numbers of rows, all variants against `avx512bf16`."""
+    for variant in variants:
+        both = [libs.ops(name, cpu_ops.default_threads()) for name in (variant, BF16)]
+        wrong: dict[str, list[int]] = {}
+        for kind in ("Q4_0", "Q4_1", "Q8_0", "Q5_K", "Q4_K", "Q6_K", "Q2_K", "IQ4_XS"):
+            k = 1280
+            x = torch.randn(300, k, generator=torch.Generator().manual_seed(0))
+            weights = [packed(ops, kind, 144, k) for ops in both]
+            for rows in (1, 5, 6, 9, 15, 16, 17, 33, 40, 64, 129, 300):
+                if not torch.equal(*[ops.linear(x[:rows], w) for ops, w in zip(both, weights)]):
+                    wrong.setdefault(kind, []).append(rows)
+        report("bits", variant=variant, equal=not wrong, wrong=wrong)
+
+
+def tiles_alone(report: Report, libs: Libraries, folder: Path, counts: Sequence[int], only: str) -> None:
+    """A minute on a machine with tiles: variants' bits, nanoseconds of a unit, passes; a table at the end."""
+    names = [name for name in VARIANTS if name == BF16 or name.startswith("tiles")]
+    path = written(only, folder)
+    report("written", elapsed_s=round(report.elapsed, 1))
+    for name in names:
+        libs.paths[name].result()
+    report("compiled", elapsed_s=round(report.elapsed, 1))
+    fast_bits(report, libs, names[1:])
+    model = loaded(only, path, libs.ops(BF16, counts[0]))
+    report("loaded", elapsed_s=round(report.elapsed, 1))
+    table: dict[str, list[str]] = {name: [] for name in names}
+    titles = list[str]()
+    for count in counts:
+        nets = {name: model.compiled(libs.ops(name, count)) for name in names}
+        for rows in (1, 5, 9, 17, 64, PREFILL):
+            if report.late(f"{count} threads, {rows} rows"):
+                continue
+            if rows == PREFILL:
+                work = {name: lambda net=net: model.prefill(net, True) for name, net in nets.items()}
+            else:
+                work = {name: lambda net=net, rows=rows: model.one_pass(net, rows) for name, net in nets.items()}
+            times = in_turn(work, 1 if rows == PREFILL else 3)
+            ms = {name: rounded(t) for name, t in times.items()}
+            report("pass", model=only, threads=count, rows=rows, ms=ms)
+            titles.append(f"{count}/{rows}")
+            for name, (middle, _) in ms.items():
+                table[name].append(f"{middle:.1f}")
+        if count == counts[0] and not report.late("compute"):
+            compute(report, libs, names, kinds=("Q4_0", "Q4_K"), row_counts=(9, 16, 64))
+    print(f"threads/rows: {' '.join(titles)}")
+    for name, cells in table.items():
+        print(f"{name}: {' '.join(cells)}", flush=True)
 
 
 def passes(report: Report, libs: Libraries, model: Model, count: int, levels: Sequence[str], full: bool) -> None:
@@ -467,6 +521,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=170, help="begin nothing after so long")
     parser.add_argument("--skip", default="", help="of read, products")
     parser.add_argument("--only", choices=("qwen", "e2b"))
+    parser.add_argument("--tiles", action="store_true", help="the variants of tiles alone, in about a minute")
     parser.add_argument("--build", metavar="FOLDER", help="keep objects and models there, and use what is there")
     parser.add_argument("--out", default=os.environ.get("OUT"))
     args = parser.parse_args()
@@ -486,6 +541,11 @@ def main() -> None:
         folder = Path(args.build or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name, (level, _) in VARIANTS.items() if level in levels]
+        if args.tiles:
+            libs = Libraries(folder, [name for name in names if name == BF16 or name.startswith("tiles")])
+            tiles_alone(report, libs, folder, counts, args.only or "qwen")
+            report("done", elapsed_s=round(report.elapsed, 1))
+            return
         libs = Libraries(folder, names)
         models = [args.only] if args.only else ["qwen", "e2b"]
         paths = {name: written(name, folder) for name in models}

@@ -321,7 +321,7 @@ static void attend_queries(const Spec *s, const Batch *b, const AttnSplit *cut, 
         const int64_t row = r.row + i % r.count, at = (int64_t)(head * per + i / r.count) * dim;
         merge_chunks(part + (int64_t)(i - q0) * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
         if (quantised)
-            quantize_row(out + row * ldo + at, dim, quantised, row * quantised->k + at);
+            quantize_row(out + row * ldo + at, dim, quantised, acts_place(quantised, row, at));
     }
 }
 

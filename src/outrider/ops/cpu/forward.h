@@ -111,6 +111,7 @@ static void keep_wanted(ThreadPool *pool, int me, const Run *run, View *v, int q
     const Stack *s = run->call.stack;
     const int64_t n = s->hidden;
     v->rows = run->call.few.rows;
+    acts_rows(&v->acts, v->rows);
     for (int i = 0; i < v->rows; i++) {
         const int64_t r = run->call.wanted[i];
         if (r == i) continue;
@@ -267,6 +268,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         }
         QActs mixed = run->attn;
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
+        acts_rows(&mixed, rows);
         attend_phase(pool, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
         product_ahead(pool, me, &l->out, 0, 1, rows);
         pool_barrier(pool);
@@ -279,6 +281,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
 
         QActs mlp = run->mlp_acts;
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
+        acts_rows(&mlp, rows);
         Epilogue to_mlp = {.how = TO_GATED, .bias = l->gate_up_bias, .out = run->mlp, .ldo = l->inter, .act = s->act, .quantised = dense ? NULL : &mlp};
         to_mlp.low = shrink(pool, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
         product_phase(pool, me, &l->gate_up, &v.acts, rows, &to_mlp);
@@ -296,6 +299,7 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
             residual_phase(pool, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
             QActs side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
+            acts_rows(&side, rows);
             const int plain = l->ple_out.kind == W_DENSE;
             Epilogue to_side = {.how = TO_TIMES, .out = run->mlp, .ldo = s->ple, .act = s->act, .side = ple + (int64_t)i * s->ple,
                                 .ldside = (int64_t)s->layers * s->ple, .quantised = plain ? NULL : &side};

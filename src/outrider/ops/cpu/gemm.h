@@ -25,7 +25,12 @@ typedef struct { /* where a product's outputs go */
 } Epilogue;
 
 #define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
-#define SPLIT_ROWS 32    /* rows for each member from which products are shared out by rows, not by outputs */
+/* Rows for each member from which products are shared out by rows, not by outputs: every member then decodes all weights. */
+#if ISA_AMX
+#define SPLIT_ROWS BLOCK_ROWS
+#else
+#define SPLIT_ROWS 32
+#endif
 
 INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_add(y, vf_load_n(bias + n, left)) : y; }
 
@@ -51,13 +56,36 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
     b->found = vf_hmax(vf_load(b->value));
 }
 
+/* Outputs of the group behind the last one that was computed: Intel's tiles multiply two at a time. */
+typedef struct {
+    int group; /* -1: none */
+    _Alignas(64) float tile[AMX_PAIRS ? STEP_ROWS * LANES : 1];
+} NextGroup;
+
+/* Sums of group g, and of `up` behind it where outputs are gated. */
+INLINE void product_sums(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc, float *tile, float *up, NextGroup *ahead) {
+#if ISA_AMX
+    if (to->how == TO_GATED && AMX_PAIRS) { product_pair(w, g, g + n / LANES, a, m0, mc, tile, up); return; }
+    if (to->how != TO_GATED && AMX_PAIRS) {
+        if (ahead->group == g) memcpy(tile, ahead->tile, (size_t)mc * LANES * sizeof(float));
+        else if (g < last) {
+            product_pair(w, g, g + 1, a, m0, mc, tile, ahead->tile);
+            ahead->group = g + 1;
+        } else product_tile(w, g, a, m0, mc, tile);
+        return;
+    }
+#endif
+    (void)last, (void)ahead;
+    product_tile(w, g, a, m0, mc, tile);
+    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
+}
+
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add, [mc, 16], and behind CHANGES groups what they add to up */
-INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, const float *change, float *tile) {
+INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc, const float *change, float *tile, NextGroup *ahead) {
     _Alignas(64) float up[STEP_ROWS * LANES];
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (int64_t)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
-    product_tile(w, g, a, m0, mc, tile);
-    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
+    product_sums(w, a, to, n, g, last, m0, mc, tile, up, ahead);
     vi hash = vi_set(0);
     if (to->draw) hash = token_hashes(at);
     for (int m = 0; m < mc; m++) {
@@ -87,11 +115,14 @@ typedef struct {
 /* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
 static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last, Changes *c) {
     _Alignas(64) float tile[2][STEP_ROWS * LANES], x[2 * LANES];
-    for (int base = first; base < last; base += BLOCK_ROWS) {
-        const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last, rows = end - base;
+    NextGroup ahead;
+    const int block = BLOCK_ROWS / height_of(a) * height_of(a);
+    for (int base = first; base < last; base += block) {
+        const int end = base + block < last ? base + block : last, rows = end - base;
+        ahead.group = -1;
         for (int u = lo; u < hi; u++) {
             if (to->low && (base != c->base || u < c->from || u >= c->past)) {
-                const int most = CHANGES / (wide * rows), stop = last - first > BLOCK_ROWS ? hi : c->end; /* one block of rows is kept */
+                const int most = CHANGES / (wide * rows), stop = last - first > block ? hi : c->end; /* one block of rows is kept */
                 c->base = base; c->from = u; c->past = stop - u < most ? stop : u + most;
                 for (int up = 0; up <= (to->how == TO_GATED); up++)
                     expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows, c->at + up * CHANGES * LANES);
@@ -100,10 +131,10 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
                 const int mc = end - m0 < STEP_ROWS ? end - m0 : STEP_ROWS;
                 for (int half = 0; half < wide; half++) {
                     const float *change = to->low ? c->at + ((int64_t)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
-                    product_group(w, a, to, n, u * wide + half, m0, mc, change, tile[half]);
+                    product_group(w, a, to, n, u * wide + half, hi * wide - 1, m0, mc, change, tile[half], &ahead);
                 }
                 for (int m = 0; to->quantised && m < mc; m++) {
-                    const int64_t at = (int64_t)(m0 + m) * to->quantised->k + 32 * u;
+                    const int64_t at = acts_place(to->quantised, m0 + m, 32 * u);
                     vf_store(x, vf_load(tile[0] + LANES * m));
                     vf_store(x + LANES, vf_load(tile[1] + LANES * m));
                     quantize_block(x, to->quantised, at);
@@ -120,16 +151,20 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
 static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs *a, int rows, const Epilogue *to) {
     const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
     const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
-    const int by_rows = rows >= SPLIT_ROWS * pool->size;
+    const int by_rows = rows >= SPLIT_ROWS * pool->size, height = height_of(a), block = BLOCK_ROWS / height * height;
     Changes changes;
     changes.base = -1;
     for (int i = 0; i < pool->size; i++) { /* the member's own share first, then the others' */
         const int of = (me + i) % pool->size;
         int lo, hi, lo2 = 0, hi2 = 0;
-        pool_share(pool, of, by_rows ? rows : cut, &lo, &hi);
-        if (!by_rows) pool_share(pool, of, units - cut, &lo2, &hi2);
+        pool_share(pool, of, by_rows ? (rows + height - 1) / height : cut, &lo, &hi);
+        if (by_rows) { /* whole tiles */
+            lo *= height;
+            hi = hi * height < rows ? hi * height : rows;
+        } else pool_share(pool, of, units - cut, &lo2, &hi2);
         const int front = hi - lo, all = front + hi2 - lo2;
-        const int grain = pool->size == 1 ? all : by_rows ? BLOCK_ROWS : (all + PIECES - 1) / PIECES;
+        const int least = AMX_PAIRS && height > 1 ? 2 : 1; /* groups that are computed at a time */
+        const int grain = pool->size == 1 ? all : by_rows ? block : (all + least * PIECES - 1) / (least * PIECES) * least;
         if (!all) continue;
         for (int at = 0, piece; (piece = pool->size == 1 ? (at ? -1 : 0) : pool_claim(pool, of, (all + grain - 1) / grain)) >= 0; at++) {
             const int from = piece * grain, past = from + grain < all ? from + grain : all;

@@ -133,6 +133,8 @@ static size_t moe_layout(MoeRun *r, const Moe *m, int rows, char *at) {
     r->acts = acts_at(TAKE(acts_bytes(rows, (int)H)), rows, (int)H, r->in, (int)H);
     r->pair_acts = acts_at(packed ? TAKE(acts_bytes((int)P, (int)H)) : NULL, (int)P, (int)H, r->pair_in, (int)H);
     r->mid_acts = acts_at(packed_mid ? TAKE(acts_bytes((int)P, (int)I)) : NULL, (int)P, (int)I, r->mid, (int)I);
+    acts_rows(&r->pair_acts, (int)P / m->experts); /* of one expert, about */
+    acts_rows(&r->mid_acts, (int)P / m->experts);
     return used;
 }
 INLINE void moe_quantise(const Moe *m, const MoeRun *r, int row) {

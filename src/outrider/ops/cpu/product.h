@@ -17,6 +17,9 @@ typedef struct { /* R rows of activations, quantised and as they were */
     Blk *blk;       /* [R, k/32] */
     const float *x; /* [R, ldx] */
     int16_t *wide;  /* [R, k] where WIDE: of every four columns the first, third, second, fourth */
+#if ISA_AMX
+    int height;     /* q and blk lie tile by tile of so many rows, block by block: [R / height, k/32, height, 32]; see acts_height */
+#endif
 } QActs;
 
 #if ISA_AVX2 && !defined(__AVXVNNI__) && !defined(ISA_TWIN)
@@ -35,20 +38,57 @@ typedef struct { /* R rows of activations, quantised and as they were */
 #define BLOCK_ROWS 128 /* activation rows that stay in the second-level cache while weights pass by */
 #if ISA_AMX
 #ifndef AMX_ROWS
-#define AMX_ROWS 33 /* from here on tiles are faster than registers; either has the same bits */
+#define AMX_ROWS 9 /* from here on tiles are faster than registers; either has the same bits */
 #endif
+#ifndef AMX_PAIRS
+#define AMX_PAIRS 1 /* two groups of outputs at a time */
+#endif
+#define TILE_HEIGHT 16 /* rows of activations in a tile */
 #define STEP_ROWS BLOCK_ROWS /* rows of a call: a group is decoded once for all of them */
+/* Rows of a tile of Intel's where so many rows are multiplied: they are cut evenly. 1: the rows follow each other whole,
+ * as on other levels. */
+INLINE int acts_height(int rows) {
+    if (rows < AMX_ROWS) return 1;
+    const int tiles = (rows + TILE_HEIGHT - 1) / TILE_HEIGHT;
+    return (rows + tiles - 1) / tiles;
+}
+INLINE int height_of(const QActs *a) { return a->height; }
+INLINE size_t padded_rows(int rows) { return (size_t)rows + (rows < AMX_ROWS ? 0 : TILE_HEIGHT); } /* the last tile is whole */
+/* The place of a row's column in q. Its block is at a 32nd of that. */
+INLINE int64_t acts_place(const QActs *a, int row, int column) {
+    const int tile = row / a->height, line = row % a->height;
+    return (((int64_t)tile * (a->k / 32) + column / 32) * a->height + line) * 32 + column % 32;
+}
 #else
+#define AMX_PAIRS 0
 #define STEP_ROWS TILE_ROWS
+INLINE int height_of(const QActs *a) { (void)a; return 1; }
+INLINE size_t padded_rows(int rows) { return (size_t)rows; }
+INLINE int64_t acts_place(const QActs *a, int64_t row, int64_t column) { return row * a->k + column; }
 #endif
 
 INLINE size_t acts_bytes(int rows, int k) { /* scratch that `acts_at` needs */
-    return UP((size_t)rows * k) * (WIDE ? 3 : 1) + UP((size_t)rows * (k / 32) * sizeof(Blk));
+    return UP(padded_rows(rows) * k) * (WIDE ? 3 : 1) + UP(padded_rows(rows) * (k / 32) * sizeof(Blk));
 }
 INLINE QActs acts_at(char *at, int rows, int k, const float *x, int ldx) {
-    const size_t bytes = UP((size_t)rows * k);
-    QActs a = {k, ldx, (int8_t *)at, (Blk *)(at + bytes * (WIDE ? 3 : 1)), x, WIDE ? (int16_t *)(at + bytes) : NULL};
-    return a;
+    const size_t bytes = UP(padded_rows(rows) * k);
+    return (QActs){
+        .k = k, .ldx = ldx, .x = x,
+        .q = (int8_t *)at,
+        .blk = (Blk *)(at + bytes * (WIDE ? 3 : 1)),
+        .wide = WIDE ? (int16_t *)(at + bytes) : NULL,
+#if ISA_AMX
+        .height = acts_height(rows),
+#endif
+    };
+}
+/* For another number of rows, at most those that `a` was made for. */
+INLINE void acts_rows(QActs *a, int rows) {
+#if ISA_AMX
+    a->height = acts_height(rows);
+#else
+    (void)a, (void)rows;
+#endif
 }
 
 #if WIDE
@@ -62,7 +102,7 @@ INLINE void widen_block(const int8_t *q, int16_t *wide) {
 INLINE void widen_block(const int8_t *q, int16_t *wide) { (void)q, (void)wide; }
 #endif
 
-/* 32 activations -> int8, scale and sum: those at `at` = row·k + column of a */
+/* 32 activations -> int8, scale and sum: those at `at` of acts_place */
 INLINE void quantize_block(const float *x, const QActs *acts, int64_t at) {
     int8_t *q = acts->q + at;
     Blk *blk = acts->blk + at / 32;
@@ -81,14 +121,22 @@ INLINE void quantize_block(const float *x, const QActs *acts, int64_t at) {
     if (WIDE) widen_block(q, acts->wide + at);
 }
 INLINE void quantize_row(const float *x, int n, const QActs *acts, int64_t at) { /* n activations from `at` on */
-    for (int i = 0; i < n; i += 32) quantize_block(x + i, acts, at + i);
+    for (int i = 0; i < n; i += 32) quantize_block(x + i, acts, at + (int64_t)i * height_of(acts));
 }
 
 SHARED void acts_row(const QActs *a, int64_t r) { /* quantise row r of x */
-    quantize_row(a->x + r * a->ldx, a->k, a, r * a->k);
+    quantize_row(a->x + r * a->ldx, a->k, a, acts_place(a, r, 0));
 }
 SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) { /* what was quantised as row r becomes row t */
     const int64_t k = from->k;
+#if ISA_AMX
+    for (int i = 0; i < k; i += 32) {
+        const int64_t source = acts_place(from, (int)r, i), target = acts_place(to, (int)t, i);
+        memcpy(to->q + target, from->q + source, 32);
+        to->blk[target / 32] = from->blk[source / 32];
+    }
+    return;
+#endif
     memcpy(to->q + t * k, from->q + r * k, (size_t)k);
     memcpy(to->blk + t * (k / 32), from->blk + r * (k / 32), (size_t)(k / 32) * sizeof(Blk));
     if (WIDE) memcpy(to->wide + t * k, from->wide + r * k, (size_t)k * 2);
@@ -96,3 +144,8 @@ SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) 
 
 /* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= STEP_ROWS). In tiles.c */
 __attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile);
+#if ISA_AMX
+/* The same of two groups: their activations are loaded once. */
+__attribute__((visibility("hidden"))) void product_pair(const Weight *w, int g, int g2, const QActs *a, int m0, int mc, float *tile,
+                                                        float *tile2);
+#endif

@@ -1,12 +1,13 @@
 /* Intel's tiles (AMX): up to sixteen rows of activations with a (group, block) in one instruction. Included by tiles.c, behind
  * tile_avx512.h, which serves the few rows for which a tile brings nothing.
  *
- * A packed (group, block) of eight lines is a tile of B as it lies. Other formats are decoded to signed bytes first, BLOCKS blocks of a
- * group at a time, once for all rows of the call. The int32 of a block is exact, and scales are applied per block in the order of
- * tile_avx512.h, with the same roundings: a row's bits do not depend on which of the two computed it.
+ * A packed (group, block) of eight lines is a tile of B as it lies. Other formats are decoded to signed bytes first, AMX_BLOCKS blocks
+ * of a group at a time, once for all rows of the call. Activations lie in tiles already (product.h). The int32 of a block is exact, and
+ * scales are applied per block in the order of tile_avx512.h, with the same roundings: a row's bits do not depend on which of the two
+ * computed it.
  *
- * Rows are cut into equal tiles; the last one begins early enough to end with the last row, so some rows are computed twice. While a tile
- * multiplies, the answers of AMX_LAG steps before are scaled.
+ * What a tile stores reaches the first-level cache only after the instruction has retired, and a load of another address with the same
+ * lower twelve bits waits for it. Hence the order (products of several blocks first, then their scales) and the places of the buffers.
  */
 #pragma once
 
@@ -22,14 +23,12 @@
 #define TILE_DOT(c, a, b) __asm__ __volatile__("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :) /* c += a · b, all signed */
 #endif
 
-#define TILE_HEIGHT 16 /* rows of activations in a tile */
-#ifndef AMX_BLOCKS
-#define AMX_BLOCKS 16 /* decoded at a time: 10 KB next to as much of the activations in the first-level cache */
+#define AMX_BLOCKS 8 /* decoded at a time: 4 KB in the first-level cache, which two threads may share */
+#define AMX_ANSWERS 8 /* products whose answers are in memory at a time */
+
+#ifndef AMX_STEPS
+#define AMX_STEPS 8 /* products before their scales */
 #endif
-#ifndef AMX_LAG
-#define AMX_LAG 2 /* steps from a product to its scales: a load waits until the tile's store has left the pipeline */
-#endif
-#define AMX_ANSWERS (AMX_LAG < 4 ? 4 : AMX_LAG < 8 ? 8 : 16)
 
 typedef struct { /* as LDTILECFG reads it */
     uint8_t palette, start_row, reserved[14];
@@ -58,11 +57,22 @@ void tiles_release(void) {
     tile_shape.rows = 0;
 }
 
+#define PAGE 4096
+#ifndef ANSWERS_AHEAD
+#define ANSWERS_AHEAD 3072
+#endif /* of the activations, in a page: what is loaded next then lies outside of what is being stored */
+
 typedef struct { /* some blocks of a group, decoded */
-    _Alignas(64) int8_t codes[AMX_BLOCKS][8][64];
     _Alignas(64) float scale[AMX_BLOCKS][2][LANES]; /* of both halves; with minima of 32 columns: scale and zero point */
     _Alignas(64) float zero[AMX_BLOCKS][2][LANES];  /* zero points of both halves */
+    _Alignas(64) int8_t room[PAGE + AMX_BLOCKS * 512];
+    int8_t (*codes)[8][64]; /* in room, at the place in a page that the activations have */
 } AmxBlocks;
+
+/* The first address from `room` on whose place in a page is that of `like`. */
+INLINE int8_t *same_place(int8_t *room, const int8_t *like) {
+    return room + (((uintptr_t)like - (uintptr_t)room) & (PAGE - 64));
+}
 
 /* Blocks first.. of group g. What they read of the next group is fetched meanwhile. */
 INLINE void amx_decode(int kind, const Weight *w, int g, int first, int count, AmxBlocks *out) {
@@ -101,98 +111,147 @@ INLINE void amx_decode(int kind, const Weight *w, int g, int first, int count, A
     }
 }
 
-typedef struct { /* one tile's rows over some blocks */
-    const int8_t *codes;           /* [steps][columns / 4][64] */
+typedef struct { /* a group's blocks */
+    const int8_t *codes;            /* [steps][columns / 4][64] */
     const float (*scale)[2][LANES]; /* [blocks] */
     const float (*zero)[2][LANES];
-    const int8_t *x;               /* [rows, ldx] */
-    const Blk *blk;                /* [rows, ldblk] */
-    int64_t ldx, ldblk;
-    int steps;
-    const float *from;             /* [rows][16] the sums so far; NULL: none */
-    float *to;
+    float *sums;                    /* [rows][16] */
+} AmxGroup;
+
+typedef struct { /* one tile's rows over some blocks of one or two groups */
+    AmxGroup group[2];
+    const int8_t *x; /* [blocks][height][32] */
+    const Blk *blk;  /* [blocks][height] */
+    int height, steps, groups;
+    int begin;       /* sums begin here */
+    char *answers;
 } AmxTile;
 
-/* Tile registers are part of an instruction: n is a constant. */
-INLINE void amx_multiply(int n, const int8_t *x, int64_t ldx, const int8_t *codes, int32_t *answer) {
-#define AMX_MULTIPLY(c, a, b)   \
-    TILE_ZERO(c);               \
-    TILE_LOAD(a, x, ldx);       \
-    TILE_LOAD(b, codes, 64);    \
-    TILE_DOT(c, a, b);          \
-    TILE_STORE(c, answer, 64)
-    switch (n) {
-    case 0: AMX_MULTIPLY(0, 4, 6); break;
-    case 1: AMX_MULTIPLY(1, 5, 7); break;
-    case 2: AMX_MULTIPLY(2, 4, 6); break;
-    default: AMX_MULTIPLY(3, 5, 7);
-    }
-#undef AMX_MULTIPLY
+/* The place of a step's answers: they move through a page as fast as activations and codes do, 512 bytes a step. */
+INLINE int32_t *answer_of(const AmxTile *t, int step, int group) {
+    const int n = step % AMX_ANSWERS;
+    return (int32_t *)(t->answers + 512 * n + 2 * PAGE * (n & 1) + 4 * PAGE * group);
 }
+#define ANSWER_BYTES (6 * PAGE + 512 * AMX_ANSWERS + 1024)
 
-/* columns: of a step; minima: blocks have zero points; MT: rows. All three are constants. */
-INLINE void amx_tile(int columns, int minima, int MT, const AmxTile *t) {
-    _Alignas(64) int32_t answers[AMX_ANSWERS][TILE_HEIGHT][LANES];
-    const int halves = 32 / columns, steps = t->steps;
-    const int64_t ldx = t->ldx, ldblk = t->ldblk;
-    vf sum[TILE_HEIGHT];
-    UNROLL for (int m = 0; m < MT; m++) sum[m] = t->from ? vf_load(t->from + LANES * m) : vf_set(0.0f);
-    for (int base = 0; base < steps + AMX_LAG; base += 4) {
-        UNROLL for (int n = 0; n < 4; n++) {
-            const int now = base + n, then = now - AMX_LAG;
-            if (now < steps) {
-                const int8_t *x = t->x + (int64_t)columns * now, *codes = t->codes + (int64_t)columns * 16 * now;
-                amx_multiply(n, x, ldx, codes, answers[now % AMX_ANSWERS][0]);
-            }
-            if (then < 0 || then >= steps) continue;
-            const vf d = vf_load(t->scale[then / halves][then % halves]);
-            const Blk *row = t->blk + then / halves;
-            const int32_t(*answer)[LANES] = (const int32_t(*)[LANES])answers[then % AMX_ANSWERS];
-            UNROLL for (int m = 0; m < MT; m++, row += ldblk)
-                sum[m] = vf_fma(vf_mul(vi_to_float(vi_load(answer[m])), vf_set(row->d)), d, sum[m]);
-            if (!minima) continue;
-            const vf zero_point = vf_load(columns == 16 ? t->zero[then / 2][then % 2] : t->scale[then][1]);
-            row = t->blk + then / halves;
-            UNROLL for (int m = 0; m < MT; m++, row += ldblk)
-                sum[m] = vf_fma(zero_point, vf_set(zero_weight(row, 4 * (then % halves), columns / 4)), sum[m]);
+/* Tile registers are part of an instruction: c, a and b are constants. */
+#define AMX_LOAD_X(a)                                                                                     \
+    TILE_LOAD(a, t->x + (int64_t)(step / halves) * t->height * 32 + columns * (step % halves), 32)
+#define AMX_DOT(c, a, b, n)                                                                               \
+    TILE_ZERO(c);                                                                                         \
+    TILE_LOAD(b, t->group[n].codes + (int64_t)columns * 16 * step, 64);                                   \
+    TILE_DOT(c, a, b);                                                                                    \
+    TILE_STORE(c, answer_of(t, step, n), 64)
+
+/* Steps first..past-1 of both groups. columns: of a step, a constant. */
+INLINE void amx_products(int columns, const AmxTile *t, int first, int past) {
+    const int halves = 32 / columns;
+    int step = first;
+    if (t->groups == 2) {
+        for (; step < past; step++) {
+            AMX_LOAD_X(4);
+            AMX_DOT(0, 4, 6, 0);
+            AMX_DOT(1, 4, 7, 1);
+            if (++step == past) break;
+            AMX_LOAD_X(5);
+            AMX_DOT(2, 5, 6, 0);
+            AMX_DOT(3, 5, 7, 1);
         }
+        return;
     }
-    UNROLL for (int m = 0; m < MT; m++) vf_store(t->to + LANES * m, sum[m]);
+    for (; step < past; step++) {
+        AMX_LOAD_X(4);
+        AMX_DOT(0, 4, 6, 0);
+        if (++step == past) break;
+        AMX_LOAD_X(5);
+        AMX_DOT(1, 5, 7, 0);
+        if (++step == past) break;
+        AMX_LOAD_X(4);
+        AMX_DOT(2, 4, 6, 0);
+        if (++step == past) break;
+        AMX_LOAD_X(5);
+        AMX_DOT(3, 5, 7, 0);
+    }
 }
 
-#define AMX_CASE(columns, minima, MT) case MT: amx_tile(columns, minima, MT, t); break;
-#define AMX_CASES(columns, minima)                                                                                   \
-    switch (rows) {                                                                                                  \
-    AMX_CASE(columns, minima, 5) AMX_CASE(columns, minima, 6) AMX_CASE(columns, minima, 7)                           \
-    AMX_CASE(columns, minima, 8) AMX_CASE(columns, minima, 9) AMX_CASE(columns, minima, 10)                          \
-    AMX_CASE(columns, minima, 11) AMX_CASE(columns, minima, 12) AMX_CASE(columns, minima, 13)                        \
-    AMX_CASE(columns, minima, 14) AMX_CASE(columns, minima, 15) AMX_CASE(columns, minima, 16)                        \
+/* Their answers, scaled, onto the sums of one group. minima: blocks have zero points; MT: rows. Constants, but for n. */
+INLINE void amx_scales(int columns, int minima, int MT, const AmxTile *t, int n, int first, int past) {
+    const int halves = 32 / columns, height = t->height;
+    const AmxGroup *group = &t->group[n];
+    float *sums = group->sums;
+    vf sum[TILE_HEIGHT];
+    UNROLL for (int m = 0; m < MT; m++) sum[m] = t->begin && first == 0 ? vf_set(0.0f) : vf_load(sums + LANES * m);
+    for (int step = first; step < past; step++) {
+        const int block = step / halves, half = step % halves;
+        const vf d = vf_load(group->scale[block][half]);
+        const Blk *row = t->blk + (int64_t)block * height;
+        const int32_t *answer = answer_of(t, step, n);
+        UNROLL for (int m = 0; m < MT; m++)
+            sum[m] = vf_fma(vf_mul(vi_to_float(vi_load(answer + LANES * m)), vf_set(row[m].d)), d, sum[m]);
+        if (!minima) continue;
+        const vf zero_point = vf_load(columns == 16 ? group->zero[block][half] : group->scale[block][1]);
+        UNROLL for (int m = 0; m < MT; m++)
+            sum[m] = vf_fma(zero_point, vf_set(zero_weight(row + m, 4 * half, columns / 4)), sum[m]);
     }
-static void amx_plain(int rows, const AmxTile *t) { AMX_CASES(32, 0) }
-static void amx_minima(int rows, const AmxTile *t) { AMX_CASES(32, 1) }
-static void amx_halves(int rows, const AmxTile *t) { AMX_CASES(16, 0) }
-static void amx_halves_minima(int rows, const AmxTile *t) { AMX_CASES(16, 1) }
+    UNROLL for (int m = 0; m < MT; m++) vf_store(sums + LANES * m, sum[m]);
+}
 
-/* tile[mc][16]: AMX_ROWS to STEP_ROWS rows */
-INLINE void amx_group(int kind, const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
-    AmxBlocks blocks;
-    _Alignas(64) float sums[STEP_ROWS * LANES]; /* between blocks, tile by tile */
-    const int kb = w->k / 32, columns = k_columns(kind), tiles = (mc + TILE_HEIGHT - 1) / TILE_HEIGHT, rows = (mc + tiles - 1) / tiles;
-    tiles_configure(rows, columns);
+#define AMX_CASE(MT) case MT: amx_scales(columns, minima, MT, t, n, first, past); break;
+INLINE void amx_tile(int columns, int minima, int rows, const AmxTile *t) {
+    for (int first = 0; first < t->steps; first += AMX_STEPS) {
+        const int past = first + AMX_STEPS < t->steps ? first + AMX_STEPS : t->steps;
+        amx_products(columns, t, first, past);
+        for (int n = 0; n < t->groups; n++)
+            switch (rows) {
+            AMX_CASE(1) AMX_CASE(2) AMX_CASE(3) AMX_CASE(4) AMX_CASE(5) AMX_CASE(6) AMX_CASE(7) AMX_CASE(8)
+            AMX_CASE(9) AMX_CASE(10) AMX_CASE(11) AMX_CASE(12) AMX_CASE(13) AMX_CASE(14) AMX_CASE(15) AMX_CASE(16)
+            }
+    }
+}
+static void amx_plain(int rows, const AmxTile *t) { amx_tile(32, 0, rows, t); }
+static void amx_minima(int rows, const AmxTile *t) { amx_tile(32, 1, rows, t); }
+static void amx_halves(int rows, const AmxTile *t) { amx_tile(16, 0, rows, t); }
+static void amx_halves_minima(int rows, const AmxTile *t) { amx_tile(16, 1, rows, t); }
+
+typedef struct { const Weight *w; int g; float *tile; } AmxTarget; /* a group of a weight, and where its outputs go */
+
+/* tile[mc][16] of one or two groups of a format: rows m0.. of activations that lie in tiles */
+INLINE void amx_groups(int kind, const AmxTarget *to, int groups, const QActs *a, int m0, int mc) {
+    AmxBlocks blocks[2][2]; /* by group: those that are multiplied, and the next */
+    _Alignas(64) char room[PAGE + ANSWER_BYTES];
+    const int kb = a->k / 32, columns = k_columns(kind), height = a->height;
+    tiles_configure(height, columns);
+    for (int n = 0; n < groups; n++) {
+        for (int i = 0; i < 2; i++) {
+            const int8_t *x = a->q + acts_place(a, m0, 32 * AMX_BLOCKS * i);
+            blocks[n][i].codes = (int8_t (*)[8][64])same_place(blocks[n][i].room, x);
+        }
+        amx_decode(kind, to[n].w, to[n].g, 0, kb < AMX_BLOCKS ? kb : AMX_BLOCKS, &blocks[n][0]);
+    }
     for (int first = 0; first < kb; first += AMX_BLOCKS) {
-        const int count = kb - first < AMX_BLOCKS ? kb - first : AMX_BLOCKS;
-        const int8_t *codes = kind == W_Q8 ? (const int8_t *)w_data(w, g) + (size_t)first * 512 : blocks.codes[0][0];
-        amx_decode(kind, w, g, first, count, &blocks);
-        for (int i = 0; i < tiles; i++) {
-            const int from = i < tiles - 1 ? i * rows : mc - rows;
-            float *kept = sums + (int64_t)i * rows * LANES;
-            const AmxTile t = {
-                .codes = codes, .scale = (const float (*)[2][LANES])blocks.scale, .zero = (const float (*)[2][LANES])blocks.zero,
-                .x = a->q + (int64_t)(m0 + from) * a->k + 32 * first, .ldx = a->k,
-                .blk = a->blk + (int64_t)(m0 + from) * kb + first, .ldblk = kb,
-                .steps = count * (32 / columns),
-                .from = first ? kept : NULL, .to = first + count < kb ? kept : tile + (int64_t)from * LANES,
+        const int count = kb - first < AMX_BLOCKS ? kb - first : AMX_BLOCKS, next = first + AMX_BLOCKS, i = first / AMX_BLOCKS % 2;
+        for (int row = 0, rows; row < mc; row += rows) {
+            const int line = (m0 + row) % height, left = mc - row;
+            rows = height - line < left ? height - line : left;
+            if (rows == left && next < kb) /* their stores leave the pipeline while this tile computes */
+                for (int n = 0; n < groups; n++)
+                    amx_decode(kind, to[n].w, to[n].g, next, kb - next < AMX_BLOCKS ? kb - next : AMX_BLOCKS, &blocks[n][!i]);
+            const int64_t place = acts_place(a, m0 + row, 32 * first);
+            AmxTile t = {
+                .x = a->q + place, .blk = a->blk + place / 32, .height = height,
+                .steps = count * (32 / columns), .groups = groups, .begin = first == 0,
+                .answers = (char *)same_place((int8_t *)room, a->q + place + ANSWERS_AHEAD),
             };
+            for (int n = 0; n < groups; n++) {
+                const AmxBlocks *here = &blocks[n][i];
+                const int8_t *codes = here->codes[0][0];
+                if (kind == W_Q8) codes = (const int8_t *)w_data(to[n].w, to[n].g) + (size_t)first * 512;
+                t.group[n] = (AmxGroup){
+                    .codes = codes,
+                    .scale = (const float (*)[2][LANES])here->scale, .zero = (const float (*)[2][LANES])here->zero,
+                    .sums = to[n].tile + (int64_t)row * LANES,
+                };
+            }
             if (columns == 16 && k_min(kind)) amx_halves_minima(rows, &t);
             else if (columns == 16) amx_halves(rows, &t);
             else if (k_min(kind)) amx_minima(rows, &t);
