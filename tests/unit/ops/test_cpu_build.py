@@ -444,3 +444,9 @@ def test_the_sources_have_no_warnings(level: str) -> None:
         if "unrecognized command" in done.stderr or "unknown argument" in done.stderr:
             pytest.skip(f"{cc} does not know {level}")
         assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_lines_of_the_sources_have_120_columns_at_most() -> None:
+    for path in sorted(build.HERE.glob("*.[ch]")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 120, f"{path.name}:{number}"

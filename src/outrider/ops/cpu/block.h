@@ -1,9 +1,10 @@
-/* A block drafter inside the decode step: its reading of the target's states, for every kind, and the drafts of a DFlash, all tokens in one
- * pass. The same row and tile functions as the single operations, so its K/V has the same bits however the rows are cut; drafts cannot change
- * the output.
+/* A block drafter inside the decode step: its reading of the target's states, for every kind, and the drafts of a
+ * DFlash, all tokens in one pass. The same row and tile functions as the single operations, so its K/V has the same
+ * bits however the rows are cut; drafts cannot change the output.
  *
- * K/V of a block's own rows is written behind the committed positions, where the next pass writes. What the drafter reads is only kept after a
- * pass (Unread) and projected before its next draft, many rows at once: steps without a draft of its own cost a copy.
+ * K/V of a block's own rows is written behind the committed positions, where the next pass writes. What the drafter
+ * reads is only kept after a pass (Unread) and projected before its next draft, many rows at once: steps without a
+ * draft of its own cost a copy.
  */
 #pragma once
 #include "draft.h"
@@ -14,7 +15,8 @@ typedef struct {
     Call call;                  /* its stack, with `embed`; of its batch: the cache alone */
     Weight fc, head;            /* fc: [H, streams·Ht] */
     const float *hidden_norm, *input_norm; /* of fc's output; of all its input, or NULL */
-    const float *token_norm;    /* EAGLE-3: of the next token's embedding, the first half of the layers' input; NULL: there is none */
+    const float *token_norm; /* EAGLE-3: of the next token's embedding, the first half of the layers' input; NULL: there
+                                is none */
     const float *const *fc_norms; /* [streams] of each part of fc's input, or NULL */
     const int64_t *ids;         /* [head.n] the target's tokens; NULL: row i is token i */
     int64_t mask;               /* token of the rows behind the newest one */
@@ -64,7 +66,8 @@ static void context_region(ThreadPool *pool, int me, void *job) {
         if (net->input_norm) norm_row(in, net->fc.k, net->input_norm, s->eps, in);
         if (net->fc.kind != W_DENSE) acts_row(&run->in_acts, r);
         for (int k = 0; k < s->ropes; k++)
-            angles_row(run->batch.positions[r], s->inv_freq[k], s->rope_half[k], run->cos[k] + r * s->rope_half[k], run->sin[k] + r * s->rope_half[k]);
+            angles_row(run->batch.positions[r], s->inv_freq[k], s->rope_half[k], run->cos[k] + r * s->rope_half[k],
+                       run->sin[k] + r * s->rope_half[k]);
     }
     pool_barrier(pool);
     Epilogue to_y = {.how = TO_STORE, .out = run->y, .ldo = s->hidden};
@@ -83,8 +86,8 @@ static void context_region(ThreadPool *pool, int me, void *job) {
         pool_share(pool, me, rows * (n / a.dim), &lo, &hi);
         for (int t = lo; t < hi; t++) {
             const int64_t r = t % rows;
-            rope_write_head(&a, &run->batch, (int)r, t / rows, run->kv[i & 1] + r * n, run->cos[l->rope] + r * half, run->sin[l->rope] + r * half,
-                            NULL, l->k_norm);
+            rope_write_head(&a, &run->batch, (int)r, t / rows, run->kv[i & 1] + r * n, run->cos[l->rope] + r * half,
+                            run->sin[l->rope] + r * half, NULL, l->k_norm);
         }
     }
 }
@@ -108,13 +111,16 @@ static size_t context_layout(ContextRun *run, char *at) {
     run->x = (float *)TAKE(R * k * 4);
     run->kv[0] = (float *)TAKE(R * n * 4);
     run->kv[1] = (float *)TAKE(R * n * 4);
-    run->in_acts = acts_at(TAKE(acts_bytes(run->batch.rows, net->fc.k)), run->batch.rows, net->fc.k, run->in, net->fc.k);
+    run->in_acts =
+        acts_at(TAKE(acts_bytes(run->batch.rows, net->fc.k)), run->batch.rows, net->fc.k, run->in, net->fc.k);
     run->acts = acts_at(TAKE(acts_bytes(run->batch.rows, k)), run->batch.rows, k, run->x, k);
     return used;
 }
 
-/* Writes the K/V of `batch`'s rows. from [rows, streams]: the target's states of each; following [rows]. Returns 1 without scratch. */
-static int block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *from, const int64_t *following) {
+/* Writes the K/V of `batch`'s rows. from [rows, streams]: the target's states of each; following [rows]. Returns 1
+ * without scratch. */
+static int block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *from,
+                         const int64_t *following) {
     ContextRun run = {.net = net, .batch = *batch, .from = from, .following = following};
     pool_begin(pool);
     char *at = pool_scratch(pool, context_layout(&run, NULL));
@@ -126,11 +132,13 @@ static int block_context(ThreadPool *pool, const BlockNet *net, const Batch *bat
     return at ? 0 : 1;
 }
 /* The same of whole streams: [streams] [rows, Ht] */
-int or_block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *streams, const int64_t *following) {
+int or_block_context(ThreadPool *pool, const BlockNet *net, const Batch *batch, const float *const *streams,
+                     const int64_t *following) {
     const int64_t wide = net->fc.k / net->streams;
     const float **from = malloc((size_t)batch->rows * net->streams * sizeof(float *));
     if (!from) return 1;
-    for (int64_t i = 0; i < (int64_t)batch->rows * net->streams; i++) from[i] = streams[i % net->streams] + i / net->streams * wide;
+    for (int64_t i = 0; i < (int64_t)batch->rows * net->streams; i++)
+        from[i] = streams[i % net->streams] + i / net->streams * wide;
     const int failed = block_context(pool, net, batch, from, following);
     free(from);
     return failed;
@@ -158,7 +166,8 @@ int or_read_slots(ThreadPool *pool, const BlockNet *net, const Unread *u, const 
         for (int64_t j = 0; j < span[1]; j++, r++) {
             const float *states = u->states + (slot * u->most + j) * net->fc.k;
             positions[r] = span[0] + j; row_seq[r] = slot; following[r] = u->following[slot * u->most + j];
-            for (int t = 0; t < net->streams; t++) from[r * net->streams + t] = states + (int64_t)t * (net->fc.k / net->streams);
+            for (int t = 0; t < net->streams; t++)
+                from[r * net->streams + t] = states + (int64_t)t * (net->fc.k / net->streams);
         }
     }
     Batch batch = net->call.batch; /* whole tables, by slot */
@@ -192,7 +201,8 @@ static void guess_region(ThreadPool *pool, int me, void *job) {
         const int b = r / g->steps;
         float *z = g->z + (int64_t)r * n, *from = z;
         if (net->scale != 1.0f)
-            for (int i = 0; i < n; i++) z[i] = net->cap > 0.0f ? tanhf(z[i] * (net->scale / net->cap)) * net->cap : z[i] * net->scale;
+            for (int i = 0; i < n; i++)
+                z[i] = net->cap > 0.0f ? tanhf(z[i] * (net->scale / net->cap)) * net->cap : z[i] * net->scale;
         if (g->sampled[b]) for (int i = 0; i < n; i++) z[i] /= g->temperature[b];
         if (g->sampled[b] && g->top_k) { /* confidence is that of all tokens */
             from = memcpy(g->room + me * (n + FILTER_ROOM(n)), z, (size_t)n * 4);

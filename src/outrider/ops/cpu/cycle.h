@@ -1,6 +1,6 @@
 /* A whole decode cycle in one call: draft K, verify K + 1, choose, accept, keep what the next draft starts from.
- * The same sums as or_draft, or_forward, or_logits and or_choose one after the other, so the results are bitwise the same; it
- * saves the host's work between them, which runs on cold caches after 100 MB of weights have been read.
+ * The same sums as or_draft, or_forward, or_logits and or_choose one after the other, so the results are bitwise the
+ * same; it saves the host's work between them, which runs on cold caches after 100 MB of weights have been read.
  */
 #pragma once
 #include "block.h"
@@ -11,7 +11,7 @@ int or_logits(ThreadPool *pool, const Weight *w, const float *x, int rows, float
 
 enum { PROPOSER_HOST, PROPOSER_MTP, PROPOSER_BLOCK }; /* as decode_io.Proposer */
 
-typedef struct {                   /* what to do with each sequence: the arrays of decode_io.DecodeInputs, by their names */
+typedef struct { /* what to do with each sequence: the arrays of decode_io.DecodeInputs, by their names */
     const int64_t *slot;           /* [B] */
     const int64_t *last_token;     /* [B] the newest token */
     const int64_t *position;       /* [B] its position */
@@ -24,7 +24,7 @@ typedef struct {                   /* what to do with each sequence: the arrays 
     const int64_t *has_prices;     /* [B] */
     const double *prices;          /* [B, most + 1] of that many rows of a tree, in tokens */
     const int64_t *adapter;        /* [B] which of the call's it uses; -1: none */
-    const int64_t *num_logprobs;   /* [B] of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
+    const int64_t *num_logprobs; /* [B] of the chosen tokens and of this many of the cycle's `likely` best; -1: none */
     int64_t host_draft_width;
 } DecodeInputs;
 
@@ -38,15 +38,15 @@ typedef struct {                   /* the arrays of decode_io.DecodeOutputs, by 
     double *draft_steps;           /* [B] of a tree: as in BuiltTree */
     float *confidence;             /* [B, most] of tokens that were drafted here */
     int64_t *num_confidences;      /* [B]; -1: no token was */
-    float *logprobs;               /* [B, most + 1, 1 + 2·likely] of tokens, for sequences with logprobs: as logprob_row */
+    float *logprobs; /* [B, most + 1, 1 + 2·likely] of tokens, for sequences with logprobs: as logprob_row */
 } DecodeOutputs;
 
 typedef struct {
-    Call call;                     /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
+    Call call; /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
     Weight head;
     const Draft *draft;            /* the drafter's round (its batch: the cache alone), or NULL: drafts are given */
-    float *const *taps;            /* [streams] [rows, H] residual streams that the drafter reads as well as the hidden state */
-    float *features;               /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
+    float *const *taps; /* [streams] [rows, H] residual streams that the drafter reads as well as the hidden state */
+    float *features; /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
     float *z;                      /* [rows, V] */
     DecodeInputs in;
     DecodeOutputs out;
@@ -67,7 +67,12 @@ typedef struct {
     const int32_t *block_taps;     /* [block->streams] its own among `taps` */
 } Cycle;
 
-typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V + FILTER_ROOM(V)] */
+typedef struct {
+    const Cycle *c;
+    const int64_t *row_seq, *position;
+    int rows;
+    float *warm;
+} VerdictJob; /* warm: [members, V + FILTER_ROOM(V)] */
 static void verdict_region(ThreadPool *pool, int me, void *job) {
     const VerdictJob *j = job;
     const Cycle *c = j->c;
@@ -75,7 +80,8 @@ static void verdict_region(ThreadPool *pool, int me, void *job) {
     int lo, hi;
     while (pool_next(pool, j->rows, 1, &lo, &hi)) {
         const int64_t b = j->row_seq[lo];
-        const int told = c->in.num_logprobs[b] >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f, filter = c->sampled[b] && c->top_k;
+        const int told = c->in.num_logprobs[b] >= 0, heat = c->sampled[b] && c->temperature[b] != 1.0f,
+                  filter = c->sampled[b] && c->top_k;
         float *z = c->z + (int64_t)lo * n, *own = j->warm + me * (n + FILTER_ROOM(n));
         float *warm = told && (heat || filter) ? own : z; /* logprobs are those of the raw logits */
         if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
@@ -86,8 +92,8 @@ static void verdict_region(ThreadPool *pool, int me, void *job) {
     }
 }
 
-/* Choosing needs no logits in memory without logprobs and filters: every member keeps the best of its outputs, of z or of z with its noise,
- * while it waits for the next weights. */
+/* Choosing needs no logits in memory without logprobs and filters: every member keeps the best of its outputs, of z or
+ * of z with its noise, while it waits for the next weights. */
 typedef struct { const Cycle *c; QActs a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
 static void best_region(ThreadPool *pool, int me, void *job) {
     const BestJob *j = job;
@@ -116,7 +122,8 @@ static void best_region(ThreadPool *pool, int me, void *job) {
         j->c->chosen[r] = at;
     }
 }
-static int choose_best(ThreadPool *pool, const Cycle *c, const float *x, int rows, const int64_t *row_seq, const int64_t *position) {
+static int choose_best(ThreadPool *pool, const Cycle *c, const float *x, int rows, const int64_t *row_seq,
+                       const int64_t *position) {
     const Weight *w = &c->head;
     const size_t acts = acts_bytes(rows, w->k), best = (size_t)pool->size * rows * sizeof(Best);
     pool_begin(pool);
@@ -142,20 +149,25 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
         const int32_t *from = c->call.batch.tables[g];
         if (!from) continue;
         for (int i = 0; i < count; i++)
-            memcpy(at + (int64_t)i * width, from + c->in.slot[who ? who[i] : i] * c->call.batch.width[g], (size_t)width * 4);
+            memcpy(at + (int64_t)i * width, from + c->in.slot[who ? who[i] : i] * c->call.batch.width[g],
+                   (size_t)width * 4);
         to->tables[g] = at;
         to->width[g] = width;
         at += (int64_t)count * width;
     }
 }
 
-/* A sequence's draft: at most `length` of the `steps` tokens in `drafted`, and their confidences with that of the token that ended it. */
+/* A sequence's draft: at most `length` of the `steps` tokens in `drafted`, and their confidences with that of the token
+ * that ended it. */
 static void take_draft(Cycle *c, int b, int64_t length, const int64_t *drafted, const float *sure, int steps) {
     const DecodeOutputs *out = &c->out;
     const int64_t first = (int64_t)b * c->most, wanted = out->num_drafted[b];
     int64_t k = length < wanted ? length : wanted;
     for (int64_t j = 0; j < k; j++) {
-        if (drafted[j] < 0 || drafted[j] >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
+        if (drafted[j] < 0 || drafted[j] >= c->head.n) {
+            k = j;
+            break;
+        } /* a damaged drafter must not reach the target */
         out->draft[first + j] = drafted[j];
     }
     memcpy(out->confidence + first, sure, (size_t)steps * 4);
@@ -176,43 +188,57 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     if (!n) return 0;
     Draft d = *c->draft;
     const int T = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
-    const size_t floats = (size_t)n * ((1 + T) * H + 2 + steps), longs = (size_t)n * (7 + steps), doubles = 3 * (size_t)n;
+    const size_t floats = (size_t)n * ((1 + T) * H + 2 + steps), longs = (size_t)n * (7 + steps),
+                 doubles = 3 * (size_t)n;
     char *room = malloc(floats * 4 + longs * 8 + doubles * 8 + (size_t)(n + 1 + 2 * n * width) * 4 + n), *at = room;
     if (!room) return 1;
-    int64_t *last = (int64_t *)at, *seed = last + n, *guess = seed + n, *lengths = guess + n, *position = lengths + n, *row_seq = position + n,
-            *top_k = row_seq + n, *out = top_k + n;
+    int64_t *last = (int64_t *)at, *seed = last + n, *guess = seed + n, *lengths = guess + n, *position = lengths + n,
+            *row_seq = position + n, *top_k = row_seq + n, *out = top_k + n;
     double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n, *top_p = drop + n;
-    float *min_logp = (float *)(top_p + n), *start = min_logp + n, *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * T * H, *sure = temperature + n;
+    float *min_logp = (float *)(top_p + n), *start = min_logp + n, *taps = start + (size_t)n * H,
+          *temperature = taps + (size_t)n * T * H, *sure = temperature + n;
     int32_t *row_start = (int32_t *)(sure + (size_t)n * steps), *tables = row_start + n + 1;
     uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
         const int64_t length = c->in.position[b];
         const float *from = c->features + c->in.slot[b] * wide;
-        last[i] = c->in.last_token[b]; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
+        last[i] = c->in.last_token[b];
+        seed[i] = c->seed[b];
+        sampled[i] = c->sampled[b];
+        temperature[i] = c->temperature[b];
         guess[i] = length + 1; position[i] = length - 1; row_seq[i] = row_start[i] = i;
         stop[i] = c->in.stop_below[b]; drop[i] = c->in.drop_below[b];
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
         memcpy(start + (int64_t)i * H, from, (size_t)H * 4);
-        for (int t = 0; t < T; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * T + t) * H);
+        for (int t = 0; t < T; t++)
+            norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * T + t) * H);
     }
     row_start[n] = n;
     Batch *v = &d.call.batch;
     v->rows = v->seqs = n; v->rope_shift = c->shift;
     v->positions = position; v->row_seq = row_seq; v->row_start = row_start;
     gather_tables(v, c, who, n, width, tables);
-    d.steps = steps; d.last = last; d.start = start; d.taps = T ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
+    d.steps = steps;
+    d.last = last;
+    d.start = start;
+    d.taps = T ? taps : NULL;
+    d.temperature = temperature;
+    d.sampled = sampled;
+    d.seed = seed;
     d.position = guess; d.out = out; d.confidence = sure; d.lengths = lengths;
     d.top_k = c->top_k ? top_k : NULL; d.top_p = top_p; d.min_logp = min_logp;
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
     const int failed = or_draft(pool, &d);
-    for (int i = 0; i < n && !failed; i++) take_draft(c, who[i], lengths[i], out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
+    for (int i = 0; i < n && !failed; i++)
+        take_draft(c, who[i], lengths[i], out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
     free(room);
     return failed;
 }
 
-/* A block drafter's pass for the sequences `who`: the newest token of each and masks. hidden [n · steps, H]: of the rows that predict. */
+/* A block drafter's pass for the sequences `who`: the newest token of each and masks. hidden [n · steps, H]: of the
+ * rows that predict. */
 static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n, int steps, float *hidden) {
     const BlockNet *net = c->block;
     const int S = net->block ? net->block : steps + net->first, R = n * S, W = n * steps;
@@ -221,22 +247,29 @@ static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n
     const int width = (int)((furthest + S) / c->call.batch.page_size) + 1;
     char *room = malloc(((size_t)3 * (R + W) + n) * 8 + (size_t)(2 * (n + 1) + 2 * n * width) * 4);
     if (!room) return 1;
-    int64_t *ids = (int64_t *)room, *positions = ids + R, *row_seq = positions + R, *wanted = row_seq + R, *few_at = wanted + W, *few_seq = few_at + W,
-            *ends = few_seq + W;
+    int64_t *ids = (int64_t *)room, *positions = ids + R, *row_seq = positions + R, *wanted = row_seq + R,
+            *few_at = wanted + W, *few_seq = few_at + W, *ends = few_seq + W;
     int32_t *row_start = (int32_t *)(ends + n), *few_start = row_start + n + 1, *tables = few_start + n + 1;
     for (int i = 0; i < n; i++) {
         const int64_t at = c->in.position[who[i]];
         row_start[i] = i * S; few_start[i] = i * steps; ends[i] = at + S - 1;
-        for (int j = 0; j < S; j++) ids[i * S + j] = j ? net->mask : c->in.last_token[who[i]], positions[i * S + j] = at + j, row_seq[i * S + j] = i;
+        for (int j = 0; j < S; j++)
+            ids[i * S + j] = j ? net->mask : c->in.last_token[who[i]], positions[i * S + j] = at + j,
+                        row_seq[i * S + j] = i;
         for (int j = 0; j < steps; j++)
-            wanted[i * steps + j] = i * S + net->first + j, few_at[i * steps + j] = at + net->first + j, few_seq[i * steps + j] = i;
+            wanted[i * steps + j] = i * S + net->first + j, few_at[i * steps + j] = at + net->first + j,
+                               few_seq[i * steps + j] = i;
     }
     row_start[n] = R; few_start[n] = W;
     Call call = net->call;
     gather_tables(&call.batch, c, who, n, width, tables);
     call.batch.seqs = n; call.batch.ends = ends;
     call.few = call.batch;
-    call.batch.rows = R; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
+    call.batch.rows = R;
+    call.batch.ids = ids;
+    call.batch.positions = positions;
+    call.batch.row_seq = row_seq;
+    call.batch.row_start = row_start;
     call.few.rows = W; call.few.positions = few_at; call.few.row_seq = few_seq; call.few.row_start = few_start;
     call.wanted = wanted; call.narrow = 1; call.hidden = hidden;
     const int failed = or_forward(pool, &call);
@@ -261,7 +294,8 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
     if (!n) return 0;
     if (or_read_slots(pool, net, c->unread, slots, n)) return 1;
     const size_t rows = (size_t)n * steps, V = (size_t)net->head.n;
-    char *room = malloc((rows + 3 * (size_t)n) * 8 + (size_t)n * 8 + (rows * (1 + net->call.stack->hidden) + 2 * (size_t)n) * 4 + n);
+    char *room = malloc((rows + 3 * (size_t)n) * 8 + (size_t)n * 8 +
+                        (rows * (1 + net->call.stack->hidden) + 2 * (size_t)n) * 4 + n);
     if (!room) return 1;
     int64_t *out = (int64_t *)room, *seed = out + rows, *position = seed + n, *top_k = position + n;
     double *top_p = (double *)(top_k + n);
@@ -269,15 +303,30 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
     uint8_t *sampled = (uint8_t *)(hidden + rows * net->call.stack->hidden);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
-        seed[i] = c->seed[b]; position[i] = c->in.position[b] + 1; temperature[i] = c->temperature[b]; sampled[i] = c->sampled[b];
+        seed[i] = c->seed[b];
+        position[i] = c->in.position[b] + 1;
+        temperature[i] = c->temperature[b];
+        sampled[i] = c->sampled[b];
         if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
     }
     int failed = block_forward(pool, c, who, n, steps, hidden);
     if (!failed) failed = or_logits(pool, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
     if (!failed) {
         pool_begin(pool);
-        Guess job = {steps, (int)rows, temperature, sampled, seed, position, c->top_k ? top_k : NULL, top_p, min_logp, c->z,
-                     (float *)pool_scratch(pool, pool->size * (V + FILTER_ROOM(V)) * 4), out, sure, net};
+        Guess job = {steps,
+                     (int)rows,
+                     temperature,
+                     sampled,
+                     seed,
+                     position,
+                     c->top_k ? top_k : NULL,
+                     top_p,
+                     min_logp,
+                     c->z,
+                     (float *)pool_scratch(pool, pool->size * (V + FILTER_ROOM(V)) * 4),
+                     out,
+                     sure,
+                     net};
         failed = !job.room;
         if (!failed) pool_run(pool, guess_region, &job);
         pool_end(pool);
@@ -288,7 +337,9 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
         int64_t length = steps;
         int j = 0;
         while (c->trust && j < c->out.num_drafted[b] &&
-               goes_on(c->trust, c->in.stop_below[b], c->in.drop_below[b], &length, j, sure[(int64_t)i * steps + j], &path)) j++;
+               goes_on(c->trust, c->in.stop_below[b], c->in.drop_below[b], &length, j, sure[(int64_t)i * steps + j],
+                       &path))
+            j++;
         take_draft(c, b, length, out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
     }
     free(room);
@@ -306,10 +357,12 @@ static int keep_unread(ThreadPool *pool, const Cycle *c, int b, int64_t row) {
     if (span[1] + count > u->most && or_read_slots(pool, net, u, &slot, 1)) return 1;
     if (!span[1]) span[0] = position;
     for (int64_t j = 0; j < count; j++, span[1]++) {
-        const int64_t r = row + (j && c->in.max_nodes[b] ? c->out.path[(int64_t)b * c->most + j - 1] : j), at = slot * u->most + span[1];
+        const int64_t r = row + (j && c->in.max_nodes[b] ? c->out.path[(int64_t)b * c->most + j - 1] : j),
+                      at = slot * u->most + span[1];
         u->following[at] = c->chosen[row + j]; /* of a tree: accept_path has put the path's first */
         for (int t = 0; t < net->streams; t++)
-            memcpy(u->states + at * net->fc.k + (int64_t)t * wide, c->taps[c->block_taps[t]] + r * wide, (size_t)wide * 4);
+            memcpy(u->states + at * net->fc.k + (int64_t)t * wide, c->taps[c->block_taps[t]] + r * wide,
+                   (size_t)wide * 4);
     }
     return 0;
 }
@@ -323,7 +376,8 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     const float *from = c->features + in->slot[b] * (1 + c->streams) * H;
     Draft d = *c->draft;
     const int S = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
-    int64_t last[TREE_WIDE] = {in->last_token[b]}, guess[TREE_WIDE] = {length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
+    int64_t last[TREE_WIDE] = {in->last_token[b]}, guess[TREE_WIDE] = {length + 1}, seed[TREE_WIDE],
+            position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
     float temperature[TREE_WIDE];
     uint8_t sampled[TREE_WIDE];
     BuiltTree grown;
@@ -333,17 +387,20 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     memcpy(start, from, (size_t)H * 4);
     for (int i = 0; i < TREE_WIDE; i++) {
         seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b]; position[i] = length - 1;
-        for (int t = 0; t < S; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * S + t) * H);
+        for (int t = 0; t < S; t++)
+            norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * S + t) * H);
     }
     d.call.batch.rope_shift = c->shift;
     d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
     gather_tables(&d.call.batch, c, &b, 1, width, (int32_t *)(taps + (size_t)TREE_WIDE * S * H));
     d.taps = S ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
-    const int failed = build_tree(pool, &d, H, c->head.n, depth, in->stop_below[b], in->drop_below[b], c->trust, start, last, guess, &grown);
+    const int failed = build_tree(pool, &d, H, c->head.n, depth, in->stop_below[b], in->drop_below[b], c->trust, start,
+                                  last, guess, &grown);
     if (!failed) {
         const int64_t at = (int64_t)b * c->most;
         const double *prices = in->has_prices[b] ? in->prices + b * (c->most + INT64_C(1)) : NULL;
-        const int count = pick_nodes(&grown, (int)in->max_nodes[b], prices, out->draft + at, out->confidence + at, out->parents + at);
+        const int count =
+            pick_nodes(&grown, (int)in->max_nodes[b], prices, out->draft + at, out->confidence + at, out->parents + at);
         out->num_drafted[b] = out->num_confidences[b] = count;
         out->draft_steps[b] = grown.steps;
     }
@@ -351,8 +408,9 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     return failed;
 }
 
-/* Accept from the root on the child that holds the target's choice, while there is one. The accepted rows' choices are moved to the front
- * of the sequence's, their keys and values to the positions of their tokens. Returns the last accepted row. */
+/* Accept from the root on the child that holds the target's choice, while there is one. The accepted rows' choices are
+ * moved to the front of the sequence's, their keys and values to the positions of their tokens. Returns the last
+ * accepted row. */
 static int64_t accept_path(const Cycle *c, const Batch *v, int b) {
     int64_t *chosen = c->chosen + v->row_start[b];
     const int64_t k = c->out.num_drafted[b], length = c->in.position[b];
@@ -402,17 +460,20 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
         trees |= nodes;
         out->num_drafted[b] = k;
         out->num_confidences[b] = -1;
-        if (in->proposer[b] == PROPOSER_HOST) memcpy(out->draft + (int64_t)b * c->most, in->host_draft + b * in->host_draft_width, (size_t)k * 8);
+        if (in->proposer[b] == PROPOSER_HOST)
+            memcpy(out->draft + (int64_t)b * c->most, in->host_draft + b * in->host_draft_width, (size_t)k * 8);
     }
     const int width = (int)(furthest / c->call.batch.page_size) + 1;
     if (c->draft && cycle_draft(pool, c, width)) return 1;
     if (c->block && cycle_block(pool, c)) return 1;
     for (int b = 0; b < B; b++) if (in->max_nodes[b] && cycle_tree(pool, c, b, width)) return 1;
     for (int b = 0; b < B; b++) rows += out->num_drafted[b] + 1;
-    char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
+    char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 +
+                        (trees ? (size_t)rows * deep * 4 : 0));
     if (!room) return 1;
     int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows, *places = row_seq + rows;
-    int32_t *of = (int32_t *)(places + rows), *row_start = of + rows, *tables = row_start + B + 1, *paths = tables + 2 * B * width;
+    int32_t *of = (int32_t *)(places + rows), *row_start = of + rows, *tables = row_start + B + 1,
+            *paths = tables + 2 * B * width;
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
@@ -422,7 +483,8 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
             row_seq[r] = b;
             of[r] = (int32_t)in->adapter[b];
             if (!trees) continue;
-            const int up = j ? row_start[b] + (in->max_nodes[b] ? (int)out->parents[(int64_t)b * c->most + j - 1] : j - 1) : r;
+            const int up =
+                j ? row_start[b] + (in->max_nodes[b] ? (int)out->parents[(int64_t)b * c->most + j - 1] : j - 1) : r;
             const int depth = j ? (int)(positions[up] - in->position[b]) + 1 : 0;
             memcpy(paths + (int64_t)r * deep, paths + (int64_t)up * deep, (size_t)depth * 4);
             for (int i = depth; i < deep; i++) paths[(int64_t)r * deep + i] = j;
@@ -433,21 +495,26 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     Call call = c->call;
     if (trees) { call.batch.places = places; call.batch.paths = paths; call.batch.path_width = deep; }
     call.batch.rows = r; call.batch.seqs = B; call.adapters.of = of;
-    call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
+    call.batch.ids = ids;
+    call.batch.positions = positions;
+    call.batch.row_seq = row_seq;
+    call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
     int failed = or_forward(pool, &call);
     if (!failed && c->likely < 0 && !c->top_k) failed = choose_best(pool, c, call.hidden, r, row_seq, positions);
     else if (!failed) failed = or_logits(pool, &c->head, call.hidden, r, c->cap, c->z);
     if (!failed && (c->likely >= 0 || c->top_k)) {
         pool_begin(pool);
-        VerdictJob job = {c, row_seq, positions, r, pool_scratch(pool, pool->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
+        VerdictJob job = {c, row_seq, positions, r,
+                          pool_scratch(pool, pool->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
         failed = !job.warm;
         if (!failed) pool_run(pool, verdict_region, &job);
         pool_end(pool);
     }
     if (!failed) {
         for (int b = 0; b < B; b++) {
-            const int64_t accepted = in->max_nodes[b] ? accept_path(c, &call.batch, b) : accept_chain(c, &call.batch, b);
+            const int64_t accepted =
+                in->max_nodes[b] ? accept_path(c, &call.batch, b) : accept_chain(c, &call.batch, b);
             if (c->block && keep_unread(pool, c, b, row_start[b])) failed = 1;
             emit(c, b, row_start[b]);
             const int64_t row = row_start[b] + accepted;

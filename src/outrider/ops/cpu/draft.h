@@ -7,10 +7,12 @@
 
 typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* head: rows in cluster order, `size` each */
 
-/* One member's share of: cluster_bonus [rows, clusters] where sampled, temperature · the largest noise of the cluster's tokens (that of
- * the smallest bits). hashes [clusters / 16, size, 16]: a lane is a cluster. position + step: of the token being chosen. */
-static void cluster_bonus_phase(ThreadPool *pool, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
-                       const int64_t *seed, const int64_t *position, int step, float *cluster_bonus) {
+/* One member's share of: cluster_bonus [rows, clusters] where sampled, temperature · the largest noise of the cluster's
+ * tokens (that of the smallest bits). hashes [clusters / 16, size, 16]: a lane is a cluster. position + step: of the
+ * token being chosen. */
+static void cluster_bonus_phase(ThreadPool *pool, const int32_t *hashes, int clusters, int size, int rows,
+                                const float *temperature, const uint8_t *sampled, const int64_t *seed,
+                                const int64_t *position, int step, float *cluster_bonus) {
     const int groups = (clusters + LANES - 1) / LANES;
     int lo, hi;
     while (pool_next(pool, rows * groups, 8, &lo, &hi))
@@ -20,12 +22,15 @@ static void cluster_bonus_phase(ThreadPool *pool, const int32_t *hashes, int clu
             const uint32_t key = noise_key(seed[r], position[r] + step);
             const int32_t *hash = hashes + (int64_t)g * size * LANES;
             vi least = vi_set(-1);
-            for (int s = 0; s < size; s++) least = vi_min_unsigned(least, vi_noise_bits(key, vi_load(hash + (int64_t)s * LANES)));
-            vf_store_n(cluster_bonus + (int64_t)r * clusters + g * LANES, vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
+            for (int s = 0; s < size; s++)
+                least = vi_min_unsigned(least, vi_noise_bits(key, vi_load(hash + (int64_t)s * LANES)));
+            vf_store_n(cluster_bonus + (int64_t)r * clusters + g * LANES,
+                       vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
         }
 }
 /* One member's share of scoring the chosen clusters' tokens: out [rows, top, size]. */
-static void cluster_phase(ThreadPool *pool, const Clusters *c, const QActs *a, int rows, const int64_t *best, float *out) {
+static void cluster_phase(ThreadPool *pool, const Clusters *c, const QActs *a, int rows, const int64_t *best,
+                          float *out) {
     float tile[LANES];
     int lo, hi;
     while (pool_next(pool, rows * c->top, 4, &lo, &hi))
@@ -34,7 +39,8 @@ static void cluster_phase(ThreadPool *pool, const Clusters *c, const QActs *a, i
             for (int64_t g = first / LANES; g * LANES < last; g++) { /* groups may straddle clusters */
                 product_tile(c->head, (int)g, a, t / c->top, 1, tile);
                 for (int j = 0; j < LANES; j++)
-                    if (g * LANES + j >= first && g * LANES + j < last) out[(int64_t)t * c->size + g * LANES + j - first] = tile[j];
+                    if (g * LANES + j >= first && g * LANES + j < last)
+                        out[(int64_t)t * c->size + g * LANES + j - first] = tile[j];
             }
         }
 }
@@ -56,7 +62,8 @@ typedef struct {
     float *confidence;          /* [B, steps] each token's probability among the candidates */
     int64_t *lengths;           /* [B] tokens that count: `steps`, or fewer where a draft has ended itself */
     const double *stop, *drop, *trust; /* [B], [B], [TRUST]; trust NULL: every draft goes on to the end */
-    int64_t *runner_ups;            /* [B, steps, RUNNER_UPS] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
+    int64_t *runner_ups; /* [B, steps, RUNNER_UPS] the next best tokens, or NULL; with them confidences are those of the
+                            scores with their noise */
     float *runner_up_confidence;    /* likewise */
     float *state;               /* [B, wide] what would be fed back after the last step, or NULL */
     const int64_t *top_k;       /* [B] as filter_row, of drafts without runner_ups; NULL: no filter */
@@ -68,7 +75,8 @@ enum { TRUST = 16, RUNNER_UPS = 2 }; /* bins of confidence; runner-ups that a tr
 
 /* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
  * below `stop` is the last. Returns whether the draft goes on. */
-static int goes_on(const double *trust, double stop, double drop, int64_t *length, int k, float confidence, double *path) {
+static int goes_on(const double *trust, double stop, double drop, int64_t *length, int k, float confidence,
+                   double *path) {
     const int bin = confidence > 0 ? (int)(confidence * TRUST) : 0; /* no number: no confidence */
     *path *= trust[bin < TRUST ? bin : TRUST - 1];
     if (*path < drop) *length = k;
@@ -82,7 +90,8 @@ typedef struct {
     Run run;
     double *path; /* [B] */
     uint8_t *live; /* [B] whose drafts go on */
-    float *features, *hidden, *fed_back, *cluster_bonus, *scores, *z, *filtered; /* filtered: [members, n + FILTER_ROOM(n)] */
+    float *features, *hidden, *fed_back, *cluster_bonus, *scores, *z,
+        *filtered; /* filtered: [members, n + FILTER_ROOM(n)] */
     int64_t *best, *ids;
     QActs g;
 } DraftRun;
@@ -91,10 +100,12 @@ typedef struct {
 static void draft_cluster_bonus(ThreadPool *pool, const DraftRun *d, int k) {
     const Draft *r = &d->draft;
     if (r->clusters && k < r->steps)
-        cluster_bonus_phase(pool, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->sampled, r->seed, r->position, k, d->cluster_bonus);
+        cluster_bonus_phase(pool, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->sampled,
+                            r->seed, r->position, k, d->cluster_bonus);
 }
 
-/* The tokens behind the best one, which is at column `at` and has the probability `sure`. z is overwritten. best: as in draft_region */
+/* The tokens behind the best one, which is at column `at` and has the probability `sure`. z is overwritten. best: as in
+ * draft_region */
 static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, const int64_t *best, int64_t to) {
     const float top = z[at];
     for (int t = 0; t < RUNNER_UPS; t++) {
@@ -125,7 +136,8 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
             if (r->table_scale != 1.0f) for (int i = 0; i < wide; i++) x[i] *= r->table_scale;
             memcpy(x + wide, (k ? next : r->start) + (int64_t)b * wide, (size_t)wide * 4);
             if (r->unit) { norm_row(x, wide, NULL, s->eps, x); norm_row(x + wide, wide, NULL, s->eps, x + wide); }
-            if (!k && r->taps) memcpy(x + 2 * wide, r->taps + (int64_t)b * (in - 2 * wide), (size_t)(in - 2 * wide) * 4);
+            if (!k && r->taps)
+                memcpy(x + 2 * wide, r->taps + (int64_t)b * (in - 2 * wide), (size_t)(in - 2 * wide) * 4);
         }
         pool_barrier(pool);
         stack_phase(pool, me, &d->run);
@@ -137,7 +149,8 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
             product_phase(pool, me, &r->centroids, &d->g, B, &to);
             pool_barrier(pool);
             for (int b = lo; b < hi; b++) {
-                float *score = d->scores + (int64_t)b * r->clusters, *cluster_bonus = d->cluster_bonus + (int64_t)b * r->clusters;
+                float *score = d->scores + (int64_t)b * r->clusters,
+                      *cluster_bonus = d->cluster_bonus + (int64_t)b * r->clusters;
                 if (r->sampled[b]) for (int c = 0; c < r->clusters; c++) score[c] += cluster_bonus[c];
                 best_columns(score, r->clusters, r->top, d->best + (int64_t)b * r->top);
             }
@@ -154,7 +167,8 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
             const int64_t *best = d->best + (int64_t)b * r->top;
             if (r->clusters && r->sampled[b]) { /* noise goes by token */
                 ids = d->ids + b * n;
-                for (int t = 0; t < r->top; t++) memcpy(ids + (int64_t)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
+                for (int t = 0; t < r->top; t++)
+                    memcpy(ids + (int64_t)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
             if (r->sampled[b]) for (int64_t i = 0; i < n; i++) z[i] /= r->temperature[b];
             const int noisy = r->sampled[b] && r->runner_ups;
@@ -165,11 +179,14 @@ static void draft_region(ThreadPool *pool, int me, void *job) {
                 filter_row(from, (int)n, r->top_k[b], r->top_p[b], r->min_logp[b], from + n);
             }
             const int64_t at = choose_row(from, (int)n, r->sampled[b] && !noisy, r->seed[b], r->position[b] + k, ids);
-            r->out[(int64_t)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
+            r->out[(int64_t)b * r->steps + k] =
+                r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(int64_t)b * r->steps + k] = softmax_at(z, (int)n, at);
             if (r->runner_ups) next_best(z, (int)n, at, sure, r, best, ((int64_t)b * r->steps + k) * RUNNER_UPS);
-            if (r->state && k == r->steps - 1) memcpy(r->state + (int64_t)b * wide, next + (int64_t)b * wide, (size_t)wide * 4);
-            if (r->trust && d->live[b]) d->live[b] = goes_on(r->trust, r->stop[b], r->drop[b], r->lengths + b, k, sure, d->path + b);
+            if (r->state && k == r->steps - 1)
+                memcpy(r->state + (int64_t)b * wide, next + (int64_t)b * wide, (size_t)wide * 4);
+            if (r->trust && d->live[b])
+                d->live[b] = goes_on(r->trust, r->stop[b], r->drop[b], r->lengths + b, k, sure, d->path + b);
         }
         draft_cluster_bonus(pool, d, k + 1);
         /* a member begins the next step with the rows it has chosen for itself */

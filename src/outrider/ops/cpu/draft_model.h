@@ -7,7 +7,7 @@
 int or_forward(ThreadPool *pool, const Call *call);
 
 typedef struct {
-    Call call;                  /* the model's stack; its batch: the rows to be read first, at least one of each sequence */
+    Call call; /* the model's stack; its batch: the rows to be read first, at least one of each sequence */
     Weight head, all;           /* the rows scored for all sequences; the whole head */
     const int64_t *listed;      /* [head.n] whose rows these are; NULL: row i is token i */
     const int64_t *seen;        /* additional tokens, by sequence: those of its text */
@@ -66,7 +66,8 @@ static void scoring_region(ThreadPool *pool, int me, void *job) {
         const int64_t at = choose_row(z, count, c->sampled[b], c->seed[b], c->position[b], ids);
         c->out[to_out] = at >= n ? c->seen[c->seen_start[b] + at - n] : c->listed ? c->listed[at] : at;
         const float sure = c->confidence[to_out] = softmax_at(z, count, at);
-        if (c->trust && s->live[b]) s->live[b] = goes_on(c->trust, c->stop[b], c->drop[b], c->lengths + b, s->step, sure, s->path + b);
+        if (c->trust && s->live[b])
+            s->live[b] = goes_on(c->trust, c->stop[b], c->drop[b], c->lengths + b, s->step, sure, s->path + b);
     }
 }
 
@@ -105,14 +106,21 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
         for (int b = 0; b < B; b++) {
             path[b] = 1.0; live[b] = 1; row_seq[b] = row_start[b] = b;
             for (int i = 0; warm && i < c->head.n; i++) tokens[(int64_t)b * wide + i] = c->listed ? c->listed[i] : i;
-            if (warm) memcpy(tokens + (int64_t)b * wide + c->head.n, c->seen + c->seen_start[b], (size_t)(c->seen_start[b + 1] - c->seen_start[b]) * 8);
+            if (warm)
+                memcpy(tokens + (int64_t)b * wide + c->head.n, c->seen + c->seen_start[b],
+                       (size_t)(c->seen_start[b + 1] - c->seen_start[b]) * 8);
         }
         row_start[B] = B;
         Call call = c->call;
         call.hidden = hidden;
         failed = or_forward(pool, &call);
-        for (int b = 0; b < B && !failed; b++) memcpy(g + (int64_t)b * H, hidden + (first->row_start[b + 1] - INT64_C(1)) * H, (size_t)H * 4);
-        call.batch.rows = B; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
+        for (int b = 0; b < B && !failed; b++)
+            memcpy(g + (int64_t)b * H, hidden + (first->row_start[b + 1] - INT64_C(1)) * H, (size_t)H * 4);
+        call.batch.rows = B;
+        call.batch.ids = ids;
+        call.batch.positions = positions;
+        call.batch.row_seq = row_seq;
+        call.batch.row_start = row_start;
         call.hidden = g;
         Scoring s = {c, 0, wide, .z = z, .tokens = tokens, .path = path, .live = live};
         for (int any = 1; !failed && any; s.step++) {
@@ -121,7 +129,10 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
             for (int b = 0; b < B; b++) any |= live[b];
             any = any && s.step + 1 < c->steps;
             if (failed || !any) continue;
-            for (int b = 0; b < B; b++) { ids[b] = c->out[(int64_t)b * c->steps + s.step]; positions[b] = c->position[b]++; }
+            for (int b = 0; b < B; b++) {
+                ids[b] = c->out[(int64_t)b * c->steps + s.step];
+                positions[b] = c->position[b]++;
+            }
             failed = or_forward(pool, &call);
         }
     }

@@ -1,5 +1,5 @@
-/* Top-k, top-p and min-p of a row, as spec/choose.py defines them: a function of the row's values alone. Masses are whole numbers of 2^-40,
- * so no order of summation matters.
+/* Top-k, top-p and min-p of a row, as spec/choose.py defines them: a function of the row's values alone. Masses are
+ * whole numbers of 2^-40, so no order of summation matters.
  */
 #pragma once
 #include <float.h>
@@ -45,8 +45,8 @@ static float nth_largest(float *v, int n, int k) {
     return v[k - 1];
 }
 
-/* At least the `most` largest of z go to `out`, in no order; returns how many there are. The most-th of the largest ones of as many small
- * sets bounds them from below. tops: [n / 16 + 512] */
+/* At least the `most` largest of z go to `out`, in no order; returns how many there are. The most-th of the largest
+ * ones of as many small sets bounds them from below. tops: [n / 16 + 512] */
 static int candidates(const float *z, int n, int most, float *tops, float *out) {
     float bound = -INFINITY;
     int sets = 0, have = 0, i = 0;
@@ -70,8 +70,8 @@ static int falling(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* What of a row may be drawn stays, the rest becomes -inf. top_k: n or more keeps all; top_p: 1 keeps all; min_logp: log(min-p).
- * room: [FILTER_ROOM(n)] */
+/* What of a row may be drawn stays, the rest becomes -inf. top_k: n or more keeps all; top_p: 1 keeps all; min_logp:
+ * log(min-p). room: [FILTER_ROOM(n)] */
 static void filter_row(float *z, int n, int64_t top_k, double top_p, float min_logp, float *room) {
     float *tops = room + n, floor = -INFINITY, best = -FLT_MAX, kept = INFINITY;
     for (int i = 0; i < n; i++) best = z[i] > best ? z[i] : best;
@@ -90,7 +90,8 @@ static void filter_row(float *z, int n, int64_t top_k, double top_p, float min_l
             if (top_k >= n) have = candidates(z, n, want, tops, room);
             qsort(room, (size_t)have, sizeof *room, falling);
             upto = 0;
-            for (int i = 0; i < have && (double)upto < limit; i++) { /* while the likelier ones have less than the limit */
+            for (int i = 0; i < have && (double)upto < limit;
+                 i++) { /* while the likelier ones have less than the limit */
                 if (i % LANES == 0) masses(room + i, have - i < LANES ? have - i : LANES, best, own);
                 kept = room[i];
                 upto += own[i % LANES];

@@ -1,24 +1,24 @@
 /* Quantised weights: GGUF's block formats as they lie in a file, and the same values laid out for the kernels.
  *
- * Packed, a weight is cut into groups of 16 rows and blocks of 32 columns. A (group, block) is a few lines of 64 bytes; in every
- * line a row (lane) owns one word of four bytes, so that one integer dot-product instruction advances 16 outputs:
- *   nibbles  4 lines: byte c of word j holds columns 4j + c (low half) and 16 + 4j + c (high half)
- *   bytes    8 lines: byte c of word j is column 4j + c
- *   pairs    2 lines: bits 2j, 2j + 1 of byte c of the first are the code of column 4j + c; the second has columns 16 and up
- *   one bit  1 line:  bit j of byte c belongs to column 4j + c
- * Codes of 5 bits are nibbles and one bit, of 6 bits nibbles and pairs, of 2 bits pairs, of 3 bits pairs and one bit.
- * Scales are a stream of their own. Formats without super-blocks: for each (group, block) 16 numbers of 16 bits, then 16 minima if
- * the format has them. With super-blocks of 256: for each (group, super-block) 16 float16 (and 16 for the minima), then for each of
- * 8 blocks 16 bytes a scale. Nothing is rounded.
+ * Packed, a weight is cut into groups of 16 rows and blocks of 32 columns. A (group, block) is a few lines of 64 bytes;
+ * in every line a row (lane) owns one word of four bytes, so that one integer dot-product instruction advances 16
+ * outputs: nibbles  4 lines: byte c of word j holds columns 4j + c (low half) and 16 + 4j + c (high half) bytes    8
+ * lines: byte c of word j is column 4j + c pairs    2 lines: bits 2j, 2j + 1 of byte c of the first are the code of
+ * column 4j + c; the second has columns 16 and up one bit  1 line:  bit j of byte c belongs to column 4j + c Codes of 5
+ * bits are nibbles and one bit, of 6 bits nibbles and pairs, of 2 bits pairs, of 3 bits pairs and one bit. Scales are a
+ * stream of their own. Formats without super-blocks: for each (group, block) 16 numbers of 16 bits, then 16 minima if
+ * the format has them. With super-blocks of 256: for each (group, super-block) 16 float16 (and 16 for the minima), then
+ * for each of 8 blocks 16 bytes a scale. Nothing is rounded.
  *
- * Several formats of files have one layout here: IQ1, IQ2 and Q3_K are codes of 3 bits, IQ3 and IQ4_XS of 4, which stand for the values
- * of a table. Ternary weights are Q2_K whose scales and minima are 1.
+ * Several formats of files have one layout here: IQ1, IQ2 and Q3_K are codes of 3 bits, IQ3 and IQ4_XS of 4, which
+ * stand for the values of a table. Ternary weights are Q2_K whose scales and minima are 1.
  */
 #pragma once
 #include "vec.h"
 
 enum {
-    W_NONE, W_DENSE,
+    W_NONE,
+    W_DENSE,
     W_Q4M,  /* Q4_1: nibble·d + m */
     W_Q4,   /* Q4_0: (nibble - 8)·d */
     W_Q8,   /* Q8_0: int8·d */
@@ -29,12 +29,14 @@ enum {
     W_Q6K,  /* Q6_K: (q - 32)·(d·scale), a scale for 16 columns */
     W_IQ4,  /* IQ4_NL: table[nibble]·d */
     W_T4,   /* table[nibble]·(d·unit·scale) */
-    W_Q2K,  /* Q2_K: q·(d·scale) - dmin·min, for 16 columns: a byte with the scale in its low half and the minimum in its high half */
-    W_T3,   /* table[q]·(d·unit·scale), 3 bits */
-    W_T3H,  /* the same with a scale for 16 columns */
-    W_F4,   /* table[nibble]·d, where d is a bfloat16 */
-    W_PARTS, /* rows of several weights, one after the other: data is a Weight[dtype]; all but the last have whole groups */
-    W_FILE   /* rows as they lie in the file, of the file's type `dtype`: only ever looked up */
+    W_Q2K, /* Q2_K: q·(d·scale) - dmin·min, for 16 columns: a byte with the scale in its low half and the minimum in its
+              high half */
+    W_T3, /* table[q]·(d·unit·scale), 3 bits */
+    W_T3H, /* the same with a scale for 16 columns */
+    W_F4, /* table[nibble]·d, where d is a bfloat16 */
+    W_PARTS, /* rows of several weights, one after the other: data is a Weight[dtype]; all but the last have whole
+                groups */
+    W_FILE /* rows as they lie in the file, of the file's type `dtype`: only ever looked up */
 };
 
 typedef struct {
@@ -66,19 +68,26 @@ INLINE int k_lines(int kind) { /* 64-byte lines of a (group, block) */
     }
 }
 INLINE int k_super(int kind) {
-    return kind == W_Q4K || kind == W_Q5K || kind == W_Q6K || kind == W_T4 || kind == W_Q2K || kind == W_T3 || kind == W_T3H;
+    return kind == W_Q4K || kind == W_Q5K || kind == W_Q6K || kind == W_T4 || kind == W_Q2K || kind == W_T3 ||
+           kind == W_T3H;
 }
 INLINE int k_min(int kind) { return kind == W_Q4M || kind == W_Q5M || kind == W_Q4K || kind == W_Q5K || kind == W_Q2K; }
 INLINE int k_table(int kind) { return kind == W_IQ4 || kind == W_T4 || kind == W_T3 || kind == W_T3H || kind == W_F4; }
-INLINE int k_columns(int kind) { return kind == W_Q6K || kind == W_Q2K || kind == W_T3H ? 16 : 32; } /* under one scale */
+INLINE int k_columns(int kind) {
+    return kind == W_Q6K || kind == W_Q2K || kind == W_T3H ? 16 : 32;
+} /* under one scale */
 INLINE int k_halves(int kind) { return k_min(kind) ? 32 : 16; } /* numbers of 16 bits at the front */
-INLINE int k_bytes(int kind) { return kind == W_T4 || kind == W_T3 ? 16 : k_super(kind) ? 32 : 0; } /* byte scales of a block */
+INLINE int k_bytes(int kind) {
+    return kind == W_T4 || kind == W_T3 ? 16 : k_super(kind) ? 32 : 0;
+} /* byte scales of a block */
 INLINE size_t k_scale_step(int kind) { /* bytes of scales for a block, or for a super-block of 8 */
     return (size_t)k_halves(kind) * 2 + 8 * (size_t)k_bytes(kind);
 }
 INLINE int k_blocks(int kind) { return k_super(kind) ? 8 : 1; } /* blocks that share a step of scales */
 INLINE int w_groups(const Weight *w) { return (w->n + LANES - 1) / LANES; }
-INLINE const uint8_t *w_data(const Weight *w, int64_t g) { return (const uint8_t *)w->data + (size_t)g * (w->k / 32) * 64 * k_lines(w->kind); }
+INLINE const uint8_t *w_data(const Weight *w, int64_t g) {
+    return (const uint8_t *)w->data + (size_t)g * (w->k / 32) * 64 * k_lines(w->kind);
+}
 INLINE const uint8_t *w_scale(const Weight *w, int64_t g) {
     return (const uint8_t *)w->scale + (size_t)g * (w->k / 32 / k_blocks(w->kind)) * k_scale_step(w->kind);
 }
@@ -90,14 +99,36 @@ typedef struct { float d[2], lift[2]; } Scales; /* of columns 0..15 and 16..31 o
 
 /* ---- as in the file ---- */
 enum { /* types of a file's tensors: FILE_TYPES of lib.py in their order */
-    F_Q4_1, F_Q4_0, F_Q8_0, F_Q5_0, F_Q5_1, F_Q4_K, F_Q5_K, F_Q6_K, F_IQ4_NL, F_IQ4_XS, F_Q2_K, F_Q3_K, F_IQ1_S, F_IQ1_M, F_IQ2_XXS,
-    F_IQ2_XS, F_IQ2_S, F_IQ3_XXS, F_IQ3_S, F_TQ1_0, F_TQ2_0, F_MXFP4
+       F_Q4_1,
+       F_Q4_0,
+       F_Q8_0,
+       F_Q5_0,
+       F_Q5_1,
+       F_Q4_K,
+       F_Q5_K,
+       F_Q6_K,
+       F_IQ4_NL,
+       F_IQ4_XS,
+       F_Q2_K,
+       F_Q3_K,
+       F_IQ1_S,
+       F_IQ1_M,
+       F_IQ2_XXS,
+       F_IQ2_XS,
+       F_IQ2_S,
+       F_IQ3_XXS,
+       F_IQ3_S,
+       F_TQ1_0,
+       F_TQ2_0,
+       F_MXFP4
 };
 typedef struct { uint8_t kind, table, bytes; } FileType; /* bytes: of a block, or a super-block */
 static const FileType file_types[] = {
-    {W_Q4M, 0, 20}, {W_Q4, 0, 18}, {W_Q8, 0, 34}, {W_Q5, 0, 22}, {W_Q5M, 0, 24}, {W_Q4K, 0, 144}, {W_Q5K, 0, 176}, {W_Q6K, 0, 210},
-    {W_IQ4, T_IQ4, 18}, {W_T4, T_IQ4, 136}, {W_Q2K, 0, 84}, {W_T3H, T_Q3, 110}, {W_T3, T_IQ1, 50}, {W_T3H, T_IQ1, 56}, {W_T3, T_IQ2, 66},
-    {W_T3H, T_IQ2, 74}, {W_T3H, T_IQ2, 82}, {W_T4, T_IQ3_XXS, 98}, {W_T4, T_IQ3_S, 110}, {W_Q2K, 0, 54}, {W_Q2K, 0, 66}, {W_F4, T_FP4, 17},
+    {W_Q4M, 0, 20},     {W_Q4, 0, 18},      {W_Q8, 0, 34},         {W_Q5, 0, 22},        {W_Q5M, 0, 24},
+    {W_Q4K, 0, 144},    {W_Q5K, 0, 176},    {W_Q6K, 0, 210},       {W_IQ4, T_IQ4, 18},   {W_T4, T_IQ4, 136},
+    {W_Q2K, 0, 84},     {W_T3H, T_Q3, 110}, {W_T3, T_IQ1, 50},     {W_T3H, T_IQ1, 56},   {W_T3, T_IQ2, 66},
+    {W_T3H, T_IQ2, 74}, {W_T3H, T_IQ2, 82}, {W_T4, T_IQ3_XXS, 98}, {W_T4, T_IQ3_S, 110}, {W_Q2K, 0, 54},
+    {W_Q2K, 0, 66},     {W_F4, T_FP4, 17},
 };
 
 /* Points of a lattice: [points][8] indexes of magnitudes, of IQ3 [points][4]. Given by Python (or_grids). */
@@ -107,7 +138,8 @@ extern __attribute__((visibility("hidden"))) const uint8_t *grid_points[GRIDS];
 INLINE void eight_codes(const uint8_t *point, uint32_t signs, uint8_t *q) { /* IQ1, IQ2: the sign above two bits */
     for (int i = 0; i < 8; i++) q[i] = (uint8_t)(point[i] | ((signs >> i) & 1) << 2);
 }
-INLINE void twice_four_codes(const uint8_t *front, const uint8_t *back, uint32_t signs, uint8_t *q) { /* IQ3: the sign above three bits */
+INLINE void twice_four_codes(const uint8_t *front, const uint8_t *back, uint32_t signs,
+                             uint8_t *q) { /* IQ3: the sign above three bits */
     for (int i = 0; i < 8; i++) q[i] = (uint8_t)((i < 4 ? front[i] : back[i - 4]) | ((signs >> i) & 1) << 3);
 }
 INLINE uint32_t with_parity(uint32_t seven) { /* an eighth sign makes the number of signs even */
@@ -149,12 +181,14 @@ static void lattice_codes(int type, const uint8_t *p, int sub, uint8_t *q) { /* 
         default: { /* IQ3_S */
             const uint8_t *points = p + 2 + 8 * sub + 2 * l, *grid = grid_points[G_IQ3_S];
             more = p[66 + sub] >> 2 * l;
-            twice_four_codes(grid + 4 * (points[0] | (more & 1) << 8), grid + 4 * (points[1] | (more & 2) << 7), p[74 + 4 * sub + l], q);
+            twice_four_codes(grid + 4 * (points[0] | (more & 1) << 8), grid + 4 * (points[1] | (more & 2) << 7),
+                             p[74 + 4 * sub + l], q);
         }
         }
     }
 }
-static void trits(const uint8_t *p, int sub, uint8_t *q) { /* TQ1_0: a byte is five, or four, digits of a fraction to the base of three */
+static void trits(const uint8_t *p, int sub,
+                  uint8_t *q) { /* TQ1_0: a byte is five, or four, digits of a fraction to the base of three */
     static const uint8_t power[5] = {1, 3, 9, 27, 81};
     for (int i = 0; i < 32; i++) {
         const int e = 32 * sub + i, at = e < 160 ? e % 32 : e < 240 ? 32 + e % 16 : 48 + e % 4;
@@ -163,7 +197,8 @@ static void trits(const uint8_t *p, int sub, uint8_t *q) { /* TQ1_0: a byte is f
     }
 }
 
-/* The unsigned codes of block `sub` of the super-block at `p` (sub = 0 without super-blocks). Q8_0: the bytes themselves */
+/* The unsigned codes of block `sub` of the super-block at `p` (sub = 0 without super-blocks). Q8_0: the bytes
+ * themselves */
 static void raw_codes(int type, const uint8_t *p, int sub, uint8_t *q) {
     const uint8_t *low;
     uint32_t fifth = 0;
@@ -175,7 +210,13 @@ static void raw_codes(int type, const uint8_t *p, int sub, uint8_t *q) {
         if (type == F_Q3_K) for (int i = 0; i < 32; i++) q[i] |= (uint8_t)(((p[i] >> sub) & 1) << 2);
         return;
     case F_TQ1_0: trits(p, sub, q); return;
-    case F_IQ1_S: case F_IQ1_M: case F_IQ2_XXS: case F_IQ2_XS: case F_IQ2_S: case F_IQ3_XXS: case F_IQ3_S: lattice_codes(type, p, sub, q); return;
+    case F_IQ1_S:
+    case F_IQ1_M:
+    case F_IQ2_XXS:
+    case F_IQ2_XS:
+    case F_IQ2_S:
+    case F_IQ3_XXS:
+    case F_IQ3_S: lattice_codes(type, p, sub, q); return;
     case F_Q4_K: case F_Q5_K:
         low = p + (type == F_Q4_K ? 16 : 48) + 32 * (sub / 2);
         for (int i = 0; i < 32; i++) q[i] = sub & 1 ? low[i] >> 4 : low[i] & 15;
@@ -185,7 +226,8 @@ static void raw_codes(int type, const uint8_t *p, int sub, uint8_t *q) {
         const uint8_t *high = p + 128 + 32 * (sub / 4);
         low = p + 64 * (sub / 4) + 32 * (sub & 1);
         const int top = sub & 2, shift = 2 * (sub & 3);
-        for (int i = 0; i < 32; i++) q[i] = (uint8_t)((top ? low[i] >> 4 : low[i] & 15) | (((high[i] >> shift) & 3) << 4));
+        for (int i = 0; i < 32; i++)
+            q[i] = (uint8_t)((top ? low[i] >> 4 : low[i] & 15) | (((high[i] >> shift) & 3) << 4));
         return;
     }
     case F_Q4_1: low = p + 4; break;
@@ -198,7 +240,8 @@ static void raw_codes(int type, const uint8_t *p, int sub, uint8_t *q) {
     for (int i = 0; i < 16; i++) q[i] = low[i] & 15, q[16 + i] = low[i] >> 4;
     if (type == F_Q5_0 || type == F_Q5_1) for (int i = 0; i < 32; i++) q[i] |= (uint8_t)(((fifth >> i) & 1) << 4);
 }
-/* The byte scales of block `sub`: of Q4_K and Q5_K scale and minimum, else those of columns 0..15 and 16..31 (b: only if there are two) */
+/* The byte scales of block `sub`: of Q4_K and Q5_K scale and minimum, else those of columns 0..15 and 16..31 (b: only
+ * if there are two) */
 static void raw_byte_scales(int type, const uint8_t *p, int sub, uint8_t *a, uint8_t *b) {
     const uint8_t *s = p + 4;
     uint32_t bits;
@@ -207,7 +250,8 @@ static void raw_byte_scales(int type, const uint8_t *p, int sub, uint8_t *a, uin
     case F_TQ1_0: case F_TQ2_0: *a = *b = 0x11; return;
     case F_Q3_K:
         for (int h = 0; h < 2; h++) {
-            const int i = 2 * sub + h, low = i < 8 ? p[96 + i] & 15 : p[88 + i] >> 4, high = (p[104 + i % 4] >> 2 * (i / 4)) & 3;
+            const int i = 2 * sub + h, low = i < 8 ? p[96 + i] & 15 : p[88 + i] >> 4,
+                      high = (p[104 + i % 4] >> 2 * (i / 4)) & 3;
             *(h ? b : a) = (uint8_t)((low | high << 4) - 32);
         }
         return;
@@ -245,7 +289,9 @@ static uint16_t raw_half(int type, const uint8_t *p, int which) {
     case F_TQ1_0: return half_at(p + 52);
     case F_TQ2_0: return half_at(p + 64);
     case F_IQ1_M: return (uint16_t)(p[49] >> 4 | (p[51] & 0xf0) | (p[53] & 0xf0) << 4 | (p[55] & 0xf0) << 8);
-    case F_MXFP4: return (uint16_t)(*p < 2 ? 0x20 << *p : (*p - 1) << 7); /* half of two to the power of (byte - 127), as bfloat16 */
+    case F_MXFP4:
+        return (uint16_t)(*p < 2 ? 0x20 << *p
+                                 : (*p - 1) << 7); /* half of two to the power of (byte - 127), as bfloat16 */
     default: return half_at(p + 2 * which);
     }
 }
@@ -260,8 +306,10 @@ INLINE Scales make_scales(int kind, float unit, uint16_t first, uint16_t second,
         s.lift[0] = -(minimum * (float)(a >> 4)), s.lift[1] = -(minimum * (float)(b >> 4));
     } else if (k_super(kind) && k_columns(kind) == 16) { s.d[0] = d * (float)(int8_t)a; s.d[1] = d * (float)(int8_t)b; }
     else if (k_super(kind) && k_table(kind)) s.d[0] = s.d[1] = d * (float)(int8_t)a;
-    else if (k_super(kind)) { s.d[0] = s.d[1] = d * (float)a; s.lift[0] = s.lift[1] = -(half_float(second) * (float)b); }
-    else if (k_min(kind)) s.lift[0] = s.lift[1] = half_float(second);
+    else if (k_super(kind)) {
+        s.d[0] = s.d[1] = d * (float)a;
+        s.lift[0] = s.lift[1] = -(half_float(second) * (float)b);
+    } else if (k_min(kind)) s.lift[0] = s.lift[1] = half_float(second);
     return s;
 }
 INLINE int code_value(int kind, const CodeTable *table, uint8_t q) {
@@ -287,15 +335,28 @@ INLINE void lane_codes(int kind, const uint8_t *data, int lane, uint8_t *q) {
     if (lines < 4) for (int i = 0; i < 32; i++) q[i] = (data[64 * (i >> 4) + (i & 3)] >> 2 * ((i >> 2) & 3)) & 3;
     else for (int j = 0; j < 4; j++)
         for (int c = 0; c < 4; c++) q[4 * j + c] = data[64 * j + c] & 15, q[16 + 4 * j + c] = data[64 * j + c] >> 4;
-    if (lines & 1) for (int i = 0; i < 32; i++) q[i] |= (uint8_t)(((data[64 * (lines - 1) + (i & 3)] >> (i >> 2)) & 1) << bit);
-    if (lines == 6) for (int i = 0; i < 32; i++) q[i] |= (uint8_t)(((data[256 + 64 * (i >> 4) + (i & 3)] >> 2 * ((i >> 2) & 3)) & 3) << bit);
+    if (lines & 1)
+        for (int i = 0; i < 32; i++) q[i] |= (uint8_t)(((data[64 * (lines - 1) + (i & 3)] >> (i >> 2)) & 1) << bit);
+    if (lines == 6)
+        for (int i = 0; i < 32; i++)
+            q[i] |= (uint8_t)(((data[256 + 64 * (i >> 4) + (i & 3)] >> 2 * ((i >> 2) & 3)) & 3) << bit);
 }
 
-#define EACH_KIND(DO) \
-    case W_Q4M: DO(W_Q4M); break; case W_Q4: DO(W_Q4); break; case W_Q8: DO(W_Q8); break; case W_Q5: DO(W_Q5); break; \
-    case W_Q5M: DO(W_Q5M); break; case W_Q4K: DO(W_Q4K); break; case W_Q5K: DO(W_Q5K); break; case W_Q6K: DO(W_Q6K); break; \
-    case W_IQ4: DO(W_IQ4); break; case W_T4: DO(W_T4); break; case W_Q2K: DO(W_Q2K); break; case W_T3: DO(W_T3); break; \
-    case W_T3H: DO(W_T3H); break; case W_F4: DO(W_F4); break;
+#define EACH_KIND(DO)                                                                                                  \
+    case W_Q4M: DO(W_Q4M); break;                                                                                      \
+    case W_Q4: DO(W_Q4); break;                                                                                        \
+    case W_Q8: DO(W_Q8); break;                                                                                        \
+    case W_Q5: DO(W_Q5); break;                                                                                        \
+    case W_Q5M: DO(W_Q5M); break;                                                                                      \
+    case W_Q4K: DO(W_Q4K); break;                                                                                      \
+    case W_Q5K: DO(W_Q5K); break;                                                                                      \
+    case W_Q6K: DO(W_Q6K); break;                                                                                      \
+    case W_IQ4: DO(W_IQ4); break;                                                                                      \
+    case W_T4: DO(W_T4); break;                                                                                        \
+    case W_Q2K: DO(W_Q2K); break;                                                                                      \
+    case W_T3: DO(W_T3); break;                                                                                        \
+    case W_T3H: DO(W_T3H); break;                                                                                      \
+    case W_F4: DO(W_F4); break;
 
 INLINE void row_of_file(int kind, int type, const uint8_t *p, int k, float *out) {
     const CodeTable *table = code_tables + file_types[type].table;
@@ -304,7 +365,8 @@ INLINE void row_of_file(int kind, int type, const uint8_t *p, int k, float *out)
         for (int sub = 0; sub < k_blocks(kind); sub++, at += 32) {
             raw_codes(type, p, sub, q);
             if (k_super(kind)) raw_byte_scales(type, p, sub, &a, &b);
-            block_floats(kind, table, q, make_scales(kind, table->unit, raw_half(type, p, 0), raw_half(type, p, 1), a, b), out + at);
+            block_floats(kind, table, q,
+                         make_scales(kind, table->unit, raw_half(type, p, 0), raw_half(type, p, 1), a, b), out + at);
         }
 }
 INLINE void row_of_packed(int kind, const Weight *w, int64_t n, float *out) {
@@ -315,10 +377,13 @@ INLINE void row_of_packed(int kind, const Weight *w, int64_t n, float *out) {
     for (int b = 0; b < w->k / 32; b++, data += 64 * k_lines(kind)) {
         const int sub = b % k_blocks(kind);
         const uint8_t *bytes = scale + 2 * k_halves(kind) + sub * k_bytes(kind) + lane;
-        const uint16_t first = half_at(scale + 2 * lane), second = half_at(scale + 2 * lane + (k_halves(kind) == 32 ? 32 : 0));
+        const uint16_t first = half_at(scale + 2 * lane),
+                       second = half_at(scale + 2 * lane + (k_halves(kind) == 32 ? 32 : 0));
         lane_codes(kind, data, lane, q);
         block_floats(kind, table, q,
-                     make_scales(kind, table->unit, first, second, k_bytes(kind) ? bytes[0] : 0, k_bytes(kind) == 32 ? bytes[16] : 0), out + 32 * b);
+                     make_scales(kind, table->unit, first, second, k_bytes(kind) ? bytes[0] : 0,
+                                 k_bytes(kind) == 32 ? bytes[16] : 0),
+                     out + 32 * b);
         if (sub == k_blocks(kind) - 1) scale += k_scale_step(kind);
     }
 }

@@ -33,7 +33,8 @@ typedef struct {
     float *hidden;         /* [rows, H] after the last norm; of the wanted rows alone where not all are */
     float *fed_back;       /* [rows, post.n] where the stack has `post` */
     float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it; likewise */
-    const int64_t *wanted; /* [few.rows] the rows whose output is read, ascending; the others stop at the last layer that writes K/V */
+    const int64_t *wanted; /* [few.rows] the rows whose output is read, ascending; the others stop at the last layer
+                              that writes K/V */
     Batch few;             /* the batch as the wanted rows see it */
     int32_t narrow;        /* 0: all rows are wanted, and `wanted` and `few` say nothing */
     Adapters adapters;
@@ -45,7 +46,8 @@ typedef struct {
     AttnSplit cut[2], few_cut[2];  /* full, sliding; of all rows, and of the wanted ones */
     float **cos, **sin;      /* per rope variant [rows, half] */
     float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
-    float *few_in, *few_ple; /* [few, H] embeddings of the wanted rows; [few, layers·ple] what all layers take of them */
+    float *few_in,
+        *few_ple; /* [few, H] embeddings of the wanted rows; [few, layers·ple] what all layers take of them */
     int64_t xh_step;            /* floats between members' copies */
     QActs norm, attn, mlp_acts, side_acts, few_acts;
     char *norm_at;           /* members' copies of the quantised stream */
@@ -66,25 +68,33 @@ INLINE void row_finish(const View *v, int row, const Weight *next) {
 }
 
 /* x += y (normed, scaled), then h = norm(x) and its quantised form for `next` */
-static void residual_phase(ThreadPool *pool, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm,
-                           const Weight *next) {
+static void residual_phase(ThreadPool *pool, int me, const Run *run, View *v, const float *post, const float *scalar,
+                           const float *norm, const Weight *next) {
     const Stack *s = run->call.stack;
     const int n = s->hidden;
     v->acts.x = norm ? v->h : v->x;
     for (int r = v->lo; r < v->hi; r++) {
-        residual_row(v->x + (int64_t)r * n, run->y + (int64_t)r * n, n, post, scalar, norm, s->eps, v->h + (int64_t)r * n, run->tmp + (int64_t)me * n);
+        residual_row(v->x + (int64_t)r * n, run->y + (int64_t)r * n, n, post, scalar, norm, s->eps,
+                     v->h + (int64_t)r * n, run->tmp + (int64_t)me * n);
         if (next) row_finish(v, r, next);
     }
     if (!run->own) pool_barrier(pool);
 }
 
 /* A x of the rows that use adapters, before a product of `x` with the weight `which`. NULL: no adapter changes it. */
-static const LowRankRows *shrink(ThreadPool *pool, int me, const Run *run, int which, const int32_t *of, const QActs *x, int rows,
-                                 LowRankRows *out) {
+static const LowRankRows *shrink(ThreadPool *pool, int me, const Run *run, int which, const int32_t *of, const QActs *x,
+                                 int rows, LowRankRows *out) {
     const Adapters *a = &run->call.adapters;
-    *out = (LowRankRows){.pool = pool, .table = a->table, .of = of, .low = run->low, .ld = run->low_ld, .past = run->call.stack->layers * LR_COUNT, .private = run->own};
+    *out = (LowRankRows) {.pool = pool,
+                          .table = a->table,
+                          .of = of,
+                          .low = run->low,
+                          .ld = run->low_ld,
+                          .past = run->call.stack->layers * LR_COUNT,
+                          .private = run->own};
     for (int i = 0; i < a->count; i++)
-        for (int at = 0; at < 2; at++) __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
+        for (int at = 0; at < 2; at++)
+            __builtin_prefetch((const char *)&a->table[i][which + 1] + 64 * at); /* by then it has left the caches */
     if (!a->count || !lowrank_select(out, which, rows)) return NULL;
     if (out->own) out->low += (int64_t)me * run->call.batch.rows * run->low_ld;
     shrink_phase(out, me, x, rows);
@@ -128,9 +138,10 @@ static void keep_wanted(ThreadPool *pool, int me, const Run *run, View *v, int q
     else pool_share(pool, me, v->rows, &v->lo, &v->hi);
 }
 
-/* What the first `layers` layers read of `rows` tokens in addition to the stream: a projection of the embedding, which `a` holds, and the token's
- * own part. which: the batch's rows they are; NULL: all. Ends without a barrier. */
-static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, int rows, const int64_t *which, int layers, float *out) {
+/* What the first `layers` layers read of `rows` tokens in addition to the stream: a projection of the embedding, which
+ * `a` holds, and the token's own part. which: the batch's rows they are; NULL: all. Ends without a barrier. */
+static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, int rows, const int64_t *which,
+                      int layers, float *out) {
     const Stack *s = run->call.stack;
     const int L = s->layers * s->ple, n = layers * s->ple;
     Weight proj = s->ple_proj;
@@ -151,7 +162,8 @@ static void ple_phase(ThreadPool *pool, int me, const Run *run, const QActs *a, 
     }
 }
 
-/* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream itself */
+/* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream
+ * itself */
 static void moe_with_shared_mlp(ThreadPool *pool, int me, Run *run, const View *v, const Moe *m) {
     const Stack *s = run->call.stack;
     const int64_t n = s->hidden;
@@ -183,7 +195,12 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
     const int32_t *of = run->call.adapters.of;
     LowRankRows low;
     int rows = b->rows;
-    View v = {run->x + run->xh_step * (run->own ? me : 0), run->h + run->xh_step * (run->own ? me : 0), run->norm, rows, 0, rows};
+    View v = {run->x + run->xh_step * (run->own ? me : 0),
+              run->h + run->xh_step * (run->own ? me : 0),
+              run->norm,
+              rows,
+              0,
+              rows};
     if (run->own) v.acts = acts_at(run->norm_at + run->norm_step * me, rows, H, v.h, H);
     else pool_share(pool, me, rows, &v.lo, &v.hi);
     int mine_lo, mine_hi;
@@ -192,8 +209,8 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
     /* angles, and the stream's beginning */
     for (int k = 0; k < s->ropes; k++)
         for (int r = mine_lo; r < mine_hi; r++)
-            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (int64_t)r * s->rope_half[k],
-                       run->sin[k] + (int64_t)r * s->rope_half[k]);
+            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k],
+                       run->cos[k] + (int64_t)r * s->rope_half[k], run->sin[k] + (int64_t)r * s->rope_half[k]);
     if (s->pre.kind != W_NONE) {
         QActs in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
         if (s->pre.kind != W_DENSE)
@@ -241,7 +258,8 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         int lo, hi;
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
-        Epilogue to_qkv = {.how = TO_STORE, .bias = l->qkv_bias, .out = run->qkv, .ldo = qkv_n, .cut = wide % LANES ? 0 : wide};
+        Epilogue to_qkv = {
+            .how = TO_STORE, .bias = l->qkv_bias, .out = run->qkv, .ldo = qkv_n, .cut = wide % LANES ? 0 : wide};
         to_qkv.low = shrink(pool, me, run, i * LR_COUNT + LR_QKV, of, &v.acts, rows, &low);
         product_phase(pool, me, &l->qkv, &v.acts, rows, &to_qkv);
         pool_barrier(pool);
@@ -256,7 +274,8 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
             pool_share(pool, me, these * count, &lo, &hi);
             for (int t = lo; t < hi; t++) {
                 const int64_t r = only ? wanted[t % these] : t % these;
-                rope_write_head(a, b, (int)r, before + t / these, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
+                rope_write_head(a, b, (int)r, before + t / these, run->qkv + r * qkv_n, cos + r * half, sin + r * half,
+                                l->q_norm, l->k_norm);
             }
         }
         pool_barrier(pool);
@@ -269,7 +288,8 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         QActs mixed = run->attn;
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
         acts_rows(&mixed, rows);
-        attend_phase(pool, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
+        attend_phase(pool, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide,
+                     l->out.kind != W_DENSE ? &mixed : NULL);
         product_ahead(pool, me, &l->out, 0, 1, rows);
         pool_barrier(pool);
         Epilogue to_y = {.how = TO_STORE, .bias = l->out_bias, .out = run->y, .ldo = H};
@@ -282,7 +302,12 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
         QActs mlp = run->mlp_acts;
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
         acts_rows(&mlp, rows);
-        Epilogue to_mlp = {.how = TO_GATED, .bias = l->gate_up_bias, .out = run->mlp, .ldo = l->inter, .act = s->act, .quantised = dense ? NULL : &mlp};
+        Epilogue to_mlp = {.how = TO_GATED,
+                           .bias = l->gate_up_bias,
+                           .out = run->mlp,
+                           .ldo = l->inter,
+                           .act = s->act,
+                           .quantised = dense ? NULL : &mlp};
         to_mlp.low = shrink(pool, me, run, i * LR_COUNT + LR_GATE_UP, of, &v.acts, rows, &low);
         product_phase(pool, me, &l->gate_up, &v.acts, rows, &to_mlp);
         product_ahead(pool, me, &l->down, 0, 1, rows);
@@ -301,8 +326,13 @@ static void stack_phase(ThreadPool *pool, int me, Run *run) {
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             acts_rows(&side, rows);
             const int plain = l->ple_out.kind == W_DENSE;
-            Epilogue to_side = {.how = TO_TIMES, .out = run->mlp, .ldo = s->ple, .act = s->act, .side = ple + (int64_t)i * s->ple,
-                                .ldside = (int64_t)s->layers * s->ple, .quantised = plain ? NULL : &side};
+            Epilogue to_side = {.how = TO_TIMES,
+                                .out = run->mlp,
+                                .ldo = s->ple,
+                                .act = s->act,
+                                .side = ple + (int64_t)i * s->ple,
+                                .ldside = (int64_t)s->layers * s->ple,
+                                .quantised = plain ? NULL : &side};
             to_side.low = shrink(pool, me, run, i * LR_COUNT + LR_PLE_GATE, of, &v.acts, rows, &low);
             product_phase(pool, me, &l->ple_gate, &v.acts, rows, &to_side);
             pool_barrier(pool);
@@ -340,7 +370,8 @@ static size_t run_layout(Run *run, const ThreadPool *pool, char *at) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
     const Batch *few = &run->call.few;
-    const size_t R = (size_t)b->rows, W = run->call.narrow ? (size_t)few->rows : 0, H = (size_t)s->hidden, T = (size_t)pool->size;
+    const size_t R = (size_t)b->rows, W = run->call.narrow ? (size_t)few->rows : 0, H = (size_t)s->hidden,
+                 T = (size_t)pool->size;
     size_t qkv = 0, wide = 0, inter = s->ple > 32 ? s->ple : 32, used = 0;
     const Adapters *adapters = &run->call.adapters;
     int keeps_mlp = 0, rank = 0;
@@ -350,7 +381,9 @@ static size_t run_layout(Run *run, const ThreadPool *pool, char *at) {
             keeps_mlp |= a->kind == W_DENSE; /* which reads floats */
             if (a->n > rank) rank = a->n;
         }
-    Spec of[2] = {{0}, {0}}; /* layers of a group are alike, but for the windows and directions of a block drafter's: the widest */
+    Spec of[2] = {
+        {0},
+        {0}}; /* layers of a group are alike, but for the windows and directions of a block drafter's: the widest */
     for (int i = 0; i < s->layers; i++) {
         const Layer *l = &s->layer[i];
         const Spec *a = &l->attn;

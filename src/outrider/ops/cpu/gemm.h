@@ -2,11 +2,17 @@
 #pragma once
 #include "lowrank.h"
 
-#define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL) /* a piece of scratch at `at`; NULL: only counted */
+#define TAKE(bytes)                                                                                                    \
+    (used += UP(bytes), at ? at + used - UP(bytes) : NULL) /* a piece of scratch at `at`; NULL: only counted */
 
-/* Of a row, by lane: the largest output and the first group that has it; of a sampled one also the largest of all lanes. */
+/* Of a row, by lane: the largest output and the first group that has it; of a sampled one also the largest of all
+ * lanes. */
 typedef struct { _Alignas(64) float value[LANES], group[LANES], found; } Best;
-typedef struct { uint32_t key; int sampled; float temperature; } Draw; /* a row's token: the argmax of output / temperature + noise where sampled */
+typedef struct {
+    uint32_t key;
+    int sampled;
+    float temperature;
+} Draw; /* a row's token: the argmax of output / temperature + noise where sampled */
 
 typedef struct { /* where a product's outputs go */
     enum { TO_STORE, TO_GATED, TO_TIMES } how;
@@ -25,7 +31,7 @@ typedef struct { /* where a product's outputs go */
 } Epilogue;
 
 #define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
-/* Rows for each member from which products are shared out by rows, not by outputs: every member then decodes all weights. */
+/* Rows for each member from which products are shared by rows, not by outputs: every member decodes all weights. */
 #if ISA_AMX
 #define SPLIT_ROWS BLOCK_ROWS
 #else
@@ -47,7 +53,8 @@ INLINE vi token_hashes(int first) { /* of sixteen tokens in a row */
     static const int32_t lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return vi_token_hash(vi_add(vi_load(lane), vi_set(first)));
 }
-/* The same with the noise of the sixteen tokens whose hashes are given. For nearly all of them one look at the bits says that none wins. */
+/* The same with the noise of the sixteen tokens whose hashes are given. For nearly all of them one look at the bits
+ * says that none wins. */
 INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
     if (d->temperature != 1.0f) y = vf_div(y, vf_set(d->temperature));
     const vi bits = vi_noise_bits(d->key, hash);
@@ -63,7 +70,8 @@ typedef struct {
 } NextGroup;
 
 /* Sums of group g, and of `up` behind it where outputs are gated. */
-INLINE void product_sums(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc, float *tile, float *up, NextGroup *ahead) {
+INLINE void product_sums(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc,
+                         float *tile, float *up, NextGroup *ahead) {
 #if ISA_AMX
     if (to->how == TO_GATED && AMX_PAIRS) { product_pair(w, g, g + n / LANES, a, m0, mc, tile, up); return; }
     if (to->how != TO_GATED && AMX_PAIRS) {
@@ -80,11 +88,14 @@ INLINE void product_sums(const Weight *w, const QActs *a, const Epilogue *to, in
     if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
 }
 
-/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add, [mc, 16], and behind CHANGES groups what they add to up */
-INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc, const float *change, float *tile, NextGroup *ahead) {
+/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add, [mc,
+ * 16], and behind CHANGES groups what they add to up */
+INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc,
+                          const float *change, float *tile, NextGroup *ahead) {
     _Alignas(64) float up[STEP_ROWS * LANES];
     const int at = g * LANES, left = n - at;
-    for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (int64_t)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
+    for (int m = 0; to->out && m < mc; m++)
+        __builtin_prefetch(to->out + (int64_t)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_sums(w, a, to, n, g, last, m0, mc, tile, up, ahead);
     vi hash = vi_set(0);
     if (to->draw) hash = token_hashes(at);
@@ -96,7 +107,8 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
             vf v = add_bias(vf_load(up + LANES * m), to->bias, n + at, left);
             if (to->low) v = vf_add(v, vf_load(change + LANES * (CHANGES + m)));
             y = vf_mul(vf_act(y, to->act), v);
-        } else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
+        } else if (to->how == TO_TIMES)
+            y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
         else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
         if (to->draw && to->draw[row].sampled) draw_seen(to->best + row, to->draw + row, y, hash, g, left);
         else if (to->best) best_seen(to->best + row, y, g, left);
@@ -105,15 +117,16 @@ INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, i
     }
 }
 
-/* What adapters add to units from..past-1 of the block of rows at `base`. Computed for as much of a member's share as fits, not piece by piece: whenever
- * a core turns from the weights to B and back, memory is idle for a while. */
+/* What adapters add to units from..past-1 of the block of rows at `base`. Computed for as much of a member's share as
+ * fits, not piece by piece: whenever a core turns from the weights to B and back, memory is idle for a while. */
 typedef struct {
     int base, from, past, end; /* end: of the share, beyond which another member computes */
     _Alignas(64) float at[2 * CHANGES * LANES]; /* [units][wide][rows][16]; GATED: up's in the second half */
 } Changes;
 
-/* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
-static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last, Changes *c) {
+/* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two if 32 answers are quantised at once. */
+static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi,
+                          int first, int last, Changes *c) {
     _Alignas(64) float tile[2][STEP_ROWS * LANES], x[2 * LANES];
     NextGroup ahead;
     const int block = BLOCK_ROWS / height_of(a) * height_of(a);
@@ -122,15 +135,18 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
         ahead.group = -1;
         for (int u = lo; u < hi; u++) {
             if (to->low && (base != c->base || u < c->from || u >= c->past)) {
-                const int most = CHANGES / (wide * rows), stop = last - first > block ? hi : c->end; /* one block of rows is kept */
+                const int most = CHANGES / (wide * rows),
+                          stop = last - first > block ? hi : c->end; /* one block of rows is kept */
                 c->base = base; c->from = u; c->past = stop - u < most ? stop : u + most;
                 for (int up = 0; up <= (to->how == TO_GATED); up++)
-                    expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows, c->at + up * CHANGES * LANES);
+                    expand_groups(to->low, u * wide + up * (n / LANES), (c->past - u) * wide, base, rows,
+                                  c->at + up * CHANGES * LANES);
             }
             for (int m0 = base; m0 < end; m0 += STEP_ROWS) {
                 const int mc = end - m0 < STEP_ROWS ? end - m0 : STEP_ROWS;
                 for (int half = 0; half < wide; half++) {
-                    const float *change = to->low ? c->at + ((int64_t)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
+                    const float *change =
+                        to->low ? c->at + ((int64_t)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
                     product_group(w, a, to, n, u * wide + half, hi * wide - 1, m0, mc, change, tile[half], &ahead);
                 }
                 for (int m = 0; to->quantised && m < mc; m++) {
@@ -146,8 +162,8 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
 
 #define PIECES 8 /* of a member's share */
 
-/* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Which member computes an output changes no bit of it.
- * No barrier at the end. */
+/* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Which member computes an
+ * output changes no bit of it. No barrier at the end. */
 static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs *a, int rows, const Epilogue *to) {
     const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
     const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
@@ -164,23 +180,28 @@ static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs
         } else pool_share(pool, of, units - cut, &lo2, &hi2);
         const int front = hi - lo, all = front + hi2 - lo2;
         const int least = AMX_PAIRS && height > 1 ? 2 : 1; /* groups that are computed at a time */
-        const int grain = pool->size == 1 ? all : by_rows ? block : (all + least * PIECES - 1) / (least * PIECES) * least;
+        const int grain = pool->size == 1 ? all
+                          : by_rows       ? block
+                                          : (all + least * PIECES - 1) / (least * PIECES) * least;
         if (!all) continue;
-        for (int at = 0, piece; (piece = pool->size == 1 ? (at ? -1 : 0) : pool_claim(pool, of, (all + grain - 1) / grain)) >= 0; at++) {
+        for (int at = 0, piece;
+             (piece = pool->size == 1 ? (at ? -1 : 0) : pool_claim(pool, of, (all + grain - 1) / grain)) >= 0; at++) {
             const int from = piece * grain, past = from + grain < all ? from + grain : all;
-            const int split = past < front ? past : front, rest = cut + lo2 - front; /* from `front` on, units of the second part */
+            const int split = past < front ? past : front,
+                      rest = cut + lo2 - front; /* from `front` on, units of the second part */
             changes.end = by_rows ? units : i ? lo + split : hi;
             if (by_rows) { product_units(w, a, to, n, wide, 0, units, lo + from, lo + past, &changes); continue; }
             if (from < front) product_units(w, a, to, n, wide, lo + from, lo + split, 0, rows, &changes);
             changes.end = i ? rest + past : cut + hi2;
-            if (past > front) product_units(w, a, to, n, wide, rest + (from > front ? from : front), rest + past, 0, rows, &changes);
+            if (past > front)
+                product_units(w, a, to, n, wide, rest + (from > front ? from : front), rest + past, 0, rows, &changes);
         }
     }
     if (to->low) lowrank_ahead(*to->low, me, rows);
 }
 
-/* Bytes that a member fetches of its share of the next product before it waits for the others: until the last one arrives, memory would be
- * idle. 0: none. Other values are for measuring. */
+/* Bytes that a member fetches of its share of the next product before it waits for the others: until the last one
+ * arrives, memory would be idle. 0: none. Other values are for measuring. */
 #ifndef PHASE_AHEAD
 #define PHASE_AHEAD 0
 #endif
@@ -202,7 +223,8 @@ static void groups_ahead(const Weight *w, int64_t g, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
     for (int64_t i = 0; i < bytes * step / all; i += 64) __builtin_prefetch(scale + i, 0, 2);
 }
-/* The beginning of member me's share of a product whose phase is next but for a barrier. gated, wide: as its epilogue has them. */
+/* The beginning of member me's share of a product whose phase is next but for a barrier. gated, wide: as its epilogue
+ * has them. */
 static void product_ahead(const ThreadPool *pool, int me, const Weight *w, int gated, int wide, int rows) {
     const int64_t most = PHASE_AHEAD;
     if (most <= 0 || pool->size == 1 || rows > PRIVATE_ROWS || w->n == 0) return;
@@ -211,5 +233,6 @@ static void product_ahead(const ThreadPool *pool, int me, const Weight *w, int g
     int lo, hi;
     pool_share(pool, me, units, &lo, &hi);
     const int64_t share = (int64_t)(hi - lo) * wide * group;
-    for (int up = 0; up <= gated; up++) groups_ahead(w, (int64_t)lo * wide + up * (n / LANES), share < most >> gated ? share : most >> gated);
+    for (int up = 0; up <= gated; up++)
+        groups_ahead(w, (int64_t)lo * wide + up * (n / LANES), share < most >> gated ? share : most >> gated);
 }

@@ -17,7 +17,10 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain), sizeof(LowRank), sizeof(BlockNet), sizeof(Unread), sizeof(DecodeInputs), sizeof(DecodeOutputs)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec),         sizeof(Batch),        sizeof(Layer),
+                            sizeof(Stack),  sizeof(Call),         sizeof(Draft),        sizeof(Cycle),
+                            sizeof(Moe),    sizeof(Chain),        sizeof(LowRank),      sizeof(BlockNet),
+                            sizeof(Unread), sizeof(DecodeInputs), sizeof(DecodeOutputs)};
     return (int)sizes[which];
 }
 
@@ -67,7 +70,8 @@ int or_file_table(int type) { return file_types[type].table; }
 /* Bytes of `data` (which = 0) or `scale` (1) that a weight of this kind needs */
 int64_t or_packed_bytes(int kind, int n, int k, int which) {
     const int64_t groups = (n + LANES - 1) / LANES, blocks = k / 32;
-    return which ? groups * (blocks / k_blocks(kind)) * (int64_t)k_scale_step(kind) : groups * blocks * 64 * k_lines(kind);
+    return which ? groups * (blocks / k_blocks(kind)) * (int64_t)k_scale_step(kind)
+                 : groups * blocks * 64 * k_lines(kind);
 }
 /* `rows` rows of a file, of a type that has w's layout and table, become rows first.. of w */
 void or_pack(ThreadPool *pool, const Weight *w, int type, int first, const uint8_t *from, int64_t row_bytes, int rows) {
@@ -155,7 +159,10 @@ int or_lowrank(ThreadPool *pool, const LowRank *p, const float *x, int rows, int
     const size_t low = UP((size_t)rows * ld * sizeof(Low));
     pool_begin(pool);
     char *at = pool_scratch(pool, low + acts_bytes(rows, p->a.k));
-    LowRankJob job = {.low = {.pool = pool, .table = &p, .low = (Low *)at, .ld = ld, .past = 1}, .rows = rows, .groups = groups, .y = y};
+    LowRankJob job = {.low = {.pool = pool, .table = &p, .low = (Low *)at, .ld = ld, .past = 1},
+                      .rows = rows,
+                      .groups = groups,
+                      .y = y};
     if (at) {
         job.x = acts_at(at + low, rows, p->a.k, x, p->a.k);
         for (int r = 0; p->a.kind != W_DENSE && r < rows; r++) acts_row(&job.x, r);
@@ -172,14 +179,23 @@ void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float 
     }
 }
 
-typedef struct { const int32_t *hashes; int clusters, size, rows; const float *temperature; const uint8_t *sampled; const int64_t *seed, *position; float *out; } ClusterBonusJob;
+typedef struct {
+    const int32_t *hashes;
+    int clusters, size, rows;
+    const float *temperature;
+    const uint8_t *sampled;
+    const int64_t *seed, *position;
+    float *out;
+} ClusterBonusJob;
 static void cluster_bonus_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     ClusterBonusJob *j = job;
-    cluster_bonus_phase(pool, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->sampled, j->seed, j->position, 0, j->out);
+    cluster_bonus_phase(pool, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->sampled, j->seed,
+                        j->position, 0, j->out);
 }
-void or_cluster_bonus(ThreadPool *pool, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
-                     const int64_t *seed, const int64_t *position, float *out) {
+void or_cluster_bonus(ThreadPool *pool, const int32_t *hashes, int clusters, int size, int rows,
+                      const float *temperature, const uint8_t *sampled, const int64_t *seed, const int64_t *position,
+                      float *out) {
     ClusterBonusJob job = {hashes, clusters, size, rows, temperature, sampled, seed, position, out};
     pool_begin(pool);
     pool_run(pool, cluster_bonus_region, &job);
@@ -200,9 +216,14 @@ int or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, co
     char *scratch = quantised ? pool_scratch(pool, acts_bytes(rows, w->k)) : NULL;
     const int failed = quantised && !scratch;
     if (!failed) {
-        for (int r = 0; r < rows; r++) best_columns(scores + (int64_t)r * clusters, clusters, top, best + (int64_t)r * top);
+        for (int r = 0; r < rows; r++)
+            best_columns(scores + (int64_t)r * clusters, clusters, top, best + (int64_t)r * top);
         ClusterJob job = {
-            .c = {w, clusters, top, size}, .a = acts_at(scratch, rows, w->k, x, w->k), .rows = rows, .best = best, .out = out,
+            .c = {w, clusters, top, size},
+            .a = acts_at(scratch, rows, w->k, x, w->k),
+            .rows = rows,
+            .best = best,
+            .out = out,
         };
         for (int r = 0; quantised && r < rows; r++) acts_row(&job.a, r);
         pool_run(pool, cluster_region, &job);
@@ -215,21 +236,30 @@ int or_clustered(ThreadPool *pool, const Weight *w, const float *x, int rows, co
 void or_rms_norm(const float *x, int rows, int n, const float *w, float eps, float *out) {
     for (int64_t r = 0; r < rows; r++) norm_row(x + r * n, n, w, eps, out + r * n);
 }
-void or_residual_norm(const float *x, const float *y, int rows, int n, const float *post, const float *scale, const float *next, float eps,
-                      float *out, float *h, float *tmp) {
+void or_residual_norm(const float *x, const float *y, int rows, int n, const float *post, const float *scale,
+                      const float *next, float eps, float *out, float *h, float *tmp) {
     memcpy(out, x, (size_t)rows * n * 4);
     for (int64_t r = 0; r < rows; r++) residual_row(out + r * n, y + r * n, n, post, scale, next, eps, h + r * n, tmp);
 }
 void or_act_mul(const float *x, int64_t ldx, const float *y, int64_t ldy, int rows, int n, int act, float *out) {
     for (int64_t r = 0; r < rows; r++)
         for (int i = 0; i < n; i += LANES)
-            vf_store_n(out + r * n + i, vf_mul(vf_act(vf_load_n(x + r * ldx + i, n - i), act), vf_load_n(y + r * ldy + i, n - i)), n - i);
+            vf_store_n(out + r * n + i,
+                       vf_mul(vf_act(vf_load_n(x + r * ldx + i, n - i), act), vf_load_n(y + r * ldy + i, n - i)),
+                       n - i);
 }
 void or_angles(const int64_t *positions, int rows, const float *inv_freq, int half, float *cos_out, float *sin_out) {
     for (int64_t r = 0; r < rows; r++) angles_row(positions[r], inv_freq, half, cos_out + r * half, sin_out + r * half);
 }
 
-typedef struct { const float *z; int n; const int64_t *seed, *position, *tokens; const uint8_t *sampled; int rows; int64_t *out; } ChooseJob;
+typedef struct {
+    const float *z;
+    int n;
+    const int64_t *seed, *position, *tokens;
+    const uint8_t *sampled;
+    int rows;
+    int64_t *out;
+} ChooseJob;
 static void choose_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     ChooseJob *c = job;
@@ -238,8 +268,8 @@ static void choose_region(ThreadPool *pool, int me, void *job) {
         c->out[lo] = choose_row(c->z + (int64_t)lo * c->n, c->n, c->sampled[lo], c->seed[lo], c->position[lo],
                                 c->tokens ? c->tokens + (int64_t)lo * c->n : NULL);
 }
-void or_choose(ThreadPool *pool, const float *z, int rows, int n, const int64_t *seed, const int64_t *position, const int64_t *tokens,
-               const uint8_t *sampled, int64_t *out) {
+void or_choose(ThreadPool *pool, const float *z, int rows, int n, const int64_t *seed, const int64_t *position,
+               const int64_t *tokens, const uint8_t *sampled, int64_t *out) {
     ChooseJob job = {z, n, seed, position, tokens, sampled, rows, out};
     pool_begin(pool);
     pool_run(pool, choose_region, &job);
@@ -247,14 +277,23 @@ void or_choose(ThreadPool *pool, const float *z, int rows, int n, const int64_t 
 }
 
 /* z [rows, n], in place: as filter_row */
-typedef struct { float *z; int rows, n; const int64_t *top_k; const double *top_p; const float *min_logp; float *room; } FilterJob;
+typedef struct {
+    float *z;
+    int rows, n;
+    const int64_t *top_k;
+    const double *top_p;
+    const float *min_logp;
+    float *room;
+} FilterJob;
 static void filter_region(ThreadPool *pool, int me, void *job) {
     const FilterJob *j = job;
     int lo, hi;
     while (pool_next(pool, j->rows, 1, &lo, &hi))
-        filter_row(j->z + (int64_t)lo * j->n, j->n, j->top_k[lo], j->top_p[lo], j->min_logp[lo], j->room + me * FILTER_ROOM(j->n));
+        filter_row(j->z + (int64_t)lo * j->n, j->n, j->top_k[lo], j->top_p[lo], j->min_logp[lo],
+                   j->room + me * FILTER_ROOM(j->n));
 }
-int or_filter(ThreadPool *pool, float *z, int rows, int n, const int64_t *top_k, const double *top_p, const float *min_logp) {
+int or_filter(ThreadPool *pool, float *z, int rows, int n, const int64_t *top_k, const double *top_p,
+              const float *min_logp) {
     pool_begin(pool);
     FilterJob job = {z, rows, n, top_k, top_p, min_logp, pool_scratch(pool, pool->size * FILTER_ROOM(n) * 4)};
     if (job.room) pool_run(pool, filter_region, &job);
@@ -268,7 +307,8 @@ static void logprob_region(ThreadPool *pool, int me, void *job) {
     (void)me;
     const LogprobJob *j = job;
     int lo, hi;
-    while (pool_next(pool, j->rows, 1, &lo, &hi)) logprob_row(j->z + (int64_t)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (INT64_C(1) + 2 * j->top));
+    while (pool_next(pool, j->rows, 1, &lo, &hi))
+        logprob_row(j->z + (int64_t)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (INT64_C(1) + 2 * j->top));
 }
 void or_logprobs(ThreadPool *pool, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
     LogprobJob job = {z, rows, n, top, tokens, out};
@@ -303,7 +343,13 @@ int or_moe(ThreadPool *pool, const Moe *m, const float *router_in, const float *
 }
 
 /* ---- attention ---- */
-typedef struct { const Spec *s; const Batch *b; float *qkv; const float *cos, *sin, *q_norm, *k_norm; int64_t ld; } RopeJob;
+typedef struct {
+    const Spec *s;
+    const Batch *b;
+    float *qkv;
+    const float *cos, *sin, *q_norm, *k_norm;
+    int64_t ld;
+} RopeJob;
 static void rope_region(ThreadPool *pool, int me, void *job) {
     RopeJob *j = job;
     const int heads = spec_qkv_rows(j->s) / j->s->dim, half = j->s->dim / 2;
@@ -311,12 +357,13 @@ static void rope_region(ThreadPool *pool, int me, void *job) {
     pool_share(pool, me, j->b->rows * heads, &lo, &hi);
     for (int t = lo; t < hi; t++) {
         const int64_t r = t / heads;
-        rope_write_head(j->s, j->b, (int)r, t % heads, j->qkv + r * j->ld, j->cos + r * half, j->sin + r * half, j->q_norm, j->k_norm);
+        rope_write_head(j->s, j->b, (int)r, t % heads, j->qkv + r * j->ld, j->cos + r * half, j->sin + r * half,
+                        j->q_norm, j->k_norm);
     }
 }
 /* qkv [rows, qkv_rows] is changed in place: its q part is the answer */
-void or_rope_write(ThreadPool *pool, const Spec *s, const Batch *b, float *qkv, const float *cos, const float *sin, const float *q_norm,
-                   const float *k_norm) {
+void or_rope_write(ThreadPool *pool, const Spec *s, const Batch *b, float *qkv, const float *cos, const float *sin,
+                   const float *q_norm, const float *k_norm) {
     RopeJob job = {s, b, qkv, cos, sin, q_norm, k_norm, spec_qkv_rows(s)};
     pool_begin(pool);
     pool_run(pool, rope_region, &job);

@@ -1,9 +1,10 @@
 /* Low-rank adapters next to a weight: y += scale · B (A x), for the rows of a pass that use one.
  *
- * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other. Then every thread computes
- * what B adds to as much of its share of the outputs as fits into a buffer (`expand_groups`), and the tiles to which that is added. It waits only for
- * A x, at no barrier, or computes all of A x itself. The order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row,
- * or a part of a fused weight, without a change keeps its bits.
+ * A product of a pass whose rows use adapters begins with A x of these rows (`shrink_phase`), a product like any other.
+ * Then every thread computes what B adds to as much of its share of the outputs as fits into a buffer
+ * (`expand_groups`), and the tiles to which that is added. It waits only for A x, at no barrier, or computes all of A x
+ * itself. The order of all sums is fixed by rank and k: a row's bits do not depend on the other rows. A row, or a part
+ * of a fused weight, without a change keeps its bits.
  */
 #pragma once
 #include "attend.h"
@@ -17,11 +18,20 @@ typedef struct { /* the outputs of one matrix of a fused weight */
 
 typedef struct {   /* the change of one weight */
     Weight a;              /* [rank, k], W_Q8 where the activations are quantised, else dense; n = 0: none */
-    const uint8_t *b;      /* of every piece [groups] of 16 float32 scales and [rank][16 outputs] in the type of A; W_Q8: [rank / 2][16][2] int8 */
+    const uint8_t *b; /* of every piece [groups] of 16 float32 scales and [rank][16 outputs] in the type of A; W_Q8:
+                         [rank / 2][16][2] int8 */
     LowRankPiece piece[3]; /* q, k, v; gate, up */
 } LowRank;
 
-enum { LR_QKV, LR_OUT, LR_GATE_UP, LR_DOWN, LR_PLE_GATE, LR_PLE_OUT, LR_COUNT }; /* of a layer; behind all layers ple_proj */
+enum {
+    LR_QKV,
+    LR_OUT,
+    LR_GATE_UP,
+    LR_DOWN,
+    LR_PLE_GATE,
+    LR_PLE_OUT,
+    LR_COUNT
+}; /* of a layer; behind all layers ple_proj */
 
 typedef struct { /* the adapters of a pass */
     const LowRank *const *table; /* by adapter: layers·LR_COUNT + 1 changes */
@@ -46,7 +56,8 @@ typedef struct { /* what a product's answers get added */
 
 #define AHEAD 4096 /* bytes: B is read in one stream, which the weights between its groups interrupt */
 
-/* How many rows from m on, `most` at most, use the adapter of row m: that adapter's change of the weight, NULL where there is none. */
+/* How many rows from m on, `most` at most, use the adapter of row m: that adapter's change of the weight, NULL where
+ * there is none. */
 INLINE const LowRank *lowrank_run(const LowRankRows *l, int m, int most, int *run) {
     const int a = l->of ? l->of[m] : 0;
     for (*run = 1; *run < most && (!l->of || l->of[m + *run] == a); ++*run) {}
@@ -86,7 +97,10 @@ static void shrink_phase(const LowRankRows *l, int me, const QActs *x, int rows)
         for (int g = 0; p && g < w_groups(&p->a); g++) {
             if (task++ % l->pool->size != me && !l->own) continue;
             if (!x) {
-                if (coded) { fetch(w_data(&p->a, g), LANES * (size_t)p->a.k); fetch(w_scale(&p->a, g), (size_t)p->a.k); }
+                if (coded) {
+                    fetch(w_data(&p->a, g), LANES * (size_t)p->a.k);
+                    fetch(w_scale(&p->a, g), (size_t)p->a.k);
+                }
                 continue;
             }
             product_tile(&p->a, g, x, m, run, tile);
@@ -117,11 +131,14 @@ INLINE void expand_floats(int dtype, int MT, int rank, const uint8_t *b, const f
             for (int m = 0; m < MT; m++) sum[odd][m] = vf_fma(v, vf_set(low[m * ld + k]), sum[odd][m]);
         }
     }
-    for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(vf_add(sum[0][m], sum[1][m]), vf_load((const float *)b)));
+    for (int m = 0; m < MT; m++)
+        vf_store(delta + m * LANES, vf_mul(vf_add(sum[0][m], sum[1][m]), vf_load((const float *)b)));
 }
 /* The same in integers, sixteen ranks at a time. */
 INLINE void dot_low(int MT, int pairs, const uint8_t *b, const Low *low, int64_t ld, vf *sum) {
-    const int chains = MT < 3 || TILE_ROWS > 5 ? 2 : 1; /* of dependent sums for each row, as registers allow: their order does not matter */
+    const int chains = MT < 3 || TILE_ROWS > 5
+                           ? 2
+                           : 1; /* of dependent sums for each row, as registers allow: their order does not matter */
     vi dot[2][EXPAND_ROWS];
     UNROLL for (int m = 0; m < MT; m++) dot[0][m] = dot[1][m] = vi_set(0);
     UNROLL for (int i = 0; i < pairs; i++) {
@@ -148,7 +165,8 @@ INLINE void expand_rows(int dtype, int MT, int rank, const uint8_t *b, const Low
     UNROLL for (int m = 0; m < MT; m++) vf_store(delta + m * LANES, vf_mul(sum[m], vf_load((const float *)b)));
 }
 /* The same for `groups` groups in a row: out[groups][ld][16], where ld is the rows of a whole block. */
-INLINE void expand_run(int dtype, int MT, const LowRankPiece *c, const uint8_t *b, const Low *low, int64_t low_ld, int groups, int64_t ld, float *out) {
+INLINE void expand_run(int dtype, int MT, const LowRankPiece *c, const uint8_t *b, const Low *low, int64_t low_ld,
+                       int groups, int64_t ld, float *out) {
     const int64_t size = group_bytes(dtype, c->rank);
     for (int g = 0; g < groups; g++, b += size, out += ld * LANES) {
         for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(b + i + AHEAD, 0, 2);
@@ -156,15 +174,16 @@ INLINE void expand_run(int dtype, int MT, const LowRankPiece *c, const uint8_t *
     }
 }
 #define EXPAND(MT) case MT: expand_run(dtype, MT, c, b, low, low_ld, groups, ld, out); break;
-INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8_t *b, const Low *low, int64_t low_ld, int groups, int64_t ld, float *out) {
+INLINE void expand_typed(int dtype, int rows, const LowRankPiece *c, const uint8_t *b, const Low *low, int64_t low_ld,
+                         int groups, int64_t ld, float *out) {
     switch (rows) { EXPAND(1) EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) }
 }
 #undef EXPAND
 
 #define CHANGES (2 * BLOCK_ROWS) /* groups of a row: 32 outputs fit for all rows of a block */
 
-/* change[groups][rows][16]: what groups g.. of rows m0.. get added; minus zero, which changes no bit, where there is no adapter. Several groups
- * at once: B is one stream, and which rows and matrices are changed is looked up once. */
+/* change[groups][rows][16]: what groups g.. of rows m0.. get added; minus zero, which changes no bit, where there is no
+ * adapter. Several groups at once: B is one stream, and which rows and matrices are changed is looked up once. */
 static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int rows, float *change) {
     if (!l->own) pool_await(l->pool);
     for (int m = 0, run; m < rows; m += run) {
@@ -175,7 +194,8 @@ static void expand_groups(const LowRankRows *l, int g, int groups, int m0, int r
             for (; p && g + at >= c->end; c++) before = c->end;
             count = p && c->end < g + groups ? c->end - g - at : groups - at;
             if (!p || !c->rank) {
-                for (int i = 0; i < count * run; i++) vf_store(out + ((int64_t)(i / run) * rows + i % run) * LANES, vf_set(-0.0f));
+                for (int i = 0; i < count * run; i++)
+                    vf_store(out + ((int64_t)(i / run) * rows + i % run) * LANES, vf_set(-0.0f));
                 continue;
             }
             const int dtype = p->a.kind == W_Q8 ? DT_I8 : p->a.dtype;

@@ -1,12 +1,13 @@
-/* Routed experts. The rows of a pass are grouped by the experts they chose, so that every chosen expert is read once, whatever the
- * number of rows; the others are not read at all. An answer row is the sum over its own experts in the order of their weight: it does
- * not depend on the other rows.
+/* Routed experts. The rows of a pass are grouped by the experts they chose, so that every chosen expert is read once,
+ * whatever the number of rows; the others are not read at all. An answer row is the sum over its own experts in the
+ * order of their weight: it does not depend on the other rows.
  */
 #pragma once
 #include "gemm.h"
 
 typedef struct {
-    Weight router, gate_up, down; /* [experts, H]; [experts·2·inter, H], [experts·H, inter]: an expert's rows are whole groups */
+    Weight router, gate_up,
+        down; /* [experts, H]; [experts·2·inter, H], [experts·H, inter]: an expert's rows are whole groups */
     const float *router_norm, *norm, *expert_scale, *post_norm, *post_dense_norm;
     int32_t experts, top;         /* experts = 0: there are none */
 } Moe;
@@ -32,13 +33,15 @@ INLINE Weight expert_of(const Weight *w, int experts, int64_t e) {
     return one;
 }
 
-/* One member's share of a product of every pair with its expert. A share is counted in units: reading one costs about as much as
- * computing it for eight rows. */
-static void experts_phase(ThreadPool *pool, int me, const Weight *w, int experts, const QActs *a, const Epilogue *to, int n, const int32_t *first) {
+/* One member's share of a product of every pair with its expert. A share is counted in units: reading one costs about
+ * as much as computing it for eight rows. */
+static void experts_phase(ThreadPool *pool, int me, const Weight *w, int experts, const QActs *a, const Epilogue *to,
+                          int n, const int32_t *first) {
     const int wide = to->quantised ? 2 : 1, units = n / (LANES * wide);
     int active = 0;
     for (int e = 0; e < experts; e++) active += first[e + 1] > first[e];
-    const int64_t all = (int64_t)units * (first[experts] + INT64_C(8) * active), lo = all * me / pool->size, hi = all * (me + 1) / pool->size;
+    const int64_t all = (int64_t)units * (first[experts] + INT64_C(8) * active), lo = all * me / pool->size,
+                  hi = all * (me + 1) / pool->size;
     int64_t at = 0;
     for (int e = 0; e < experts; e++) {
         const int rows = first[e + 1] - first[e];
@@ -46,14 +49,16 @@ static void experts_phase(ThreadPool *pool, int me, const Weight *w, int experts
         const int64_t cost = rows + 8, end = at + cost * units;
         if (end > lo && at < hi) {
             const Weight one = expert_of(w, experts, e);
-            const int64_t from = lo <= at ? 0 : (lo - at + cost - 1) / cost, past = hi >= end ? units : (hi - at + cost - 1) / cost;
+            const int64_t from = lo <= at ? 0 : (lo - at + cost - 1) / cost,
+                          past = hi >= end ? units : (hi - at + cost - 1) / cost;
             if (past > from) product_units(&one, a, to, n, wide, (int)from, (int)past, first[e], first[e + 1], NULL);
         }
         at = end;
     }
 }
 
-/* The best `top` experts of a row and their weights: softmax over all, the chosen ones scaled to 1, times the expert's own scale */
+/* The best `top` experts of a row and their weights: softmax over all, the chosen ones scaled to 1, times the expert's
+ * own scale */
 static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weight) {
     best_columns(z, m->experts, m->top, chosen);
     float e[LANES], sum = 0.0f;
@@ -68,13 +73,15 @@ static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weig
 
 /* router_in, in and their quantised forms are ready in all members; writes the member's share of rows to `out`. */
 static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act) {
-    const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
+    const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE,
+              packed_mid = m->down.kind != W_DENSE;
     int lo, hi;
     pool_share(pool, me, r->rows, &lo, &hi);
     Epilogue to_logits = {.how = TO_STORE, .out = r->logits, .ldo = m->experts};
     product_phase(pool, me, &m->router, &r->router_acts, r->rows, &to_logits);
     pool_barrier(pool);
-    for (int i = lo; i < hi; i++) route_row(r->logits + (int64_t)i * m->experts, m, r->chosen + (int64_t)i * top, r->weight + (int64_t)i * top);
+    for (int i = lo; i < hi; i++)
+        route_row(r->logits + (int64_t)i * m->experts, m, r->chosen + (int64_t)i * top, r->weight + (int64_t)i * top);
     pool_barrier(pool);
     if (!me) { /* pairs in the order of their experts, then of their rows */
         for (int e = 0; e <= m->experts; e++) r->first[e] = 0;
@@ -95,7 +102,11 @@ static void moe_phase(ThreadPool *pool, int me, const Moe *m, MoeRun *r, int act
         else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
     }
     pool_barrier(pool);
-    Epilogue to_mid = {.how = TO_GATED, .out = packed_mid ? NULL : r->mid, .ldo = r->inter, .act = act, .quantised = packed_mid ? &r->mid_acts : NULL};
+    Epilogue to_mid = {.how = TO_GATED,
+                       .out = packed_mid ? NULL : r->mid,
+                       .ldo = r->inter,
+                       .act = act,
+                       .quantised = packed_mid ? &r->mid_acts : NULL};
     experts_phase(pool, me, &m->gate_up, m->experts, &r->pair_acts, &to_mid, r->inter, r->first);
     pool_barrier(pool);
     Epilogue to_y = {.how = TO_STORE, .out = r->y, .ldo = H};

@@ -1,4 +1,5 @@
-/* From a file's rows to the layout of the kernels, bit for bit and in parallel; and rows of a packed weight in another order. */
+/* From a file's rows to the layout of the kernels, bit for bit and in parallel; and rows of a packed weight in another
+ * order. */
 #pragma once
 #include "formats.h"
 #include "threads.h"
@@ -20,7 +21,8 @@ INLINE void put_codes(int kind, const uint8_t *q, uint8_t *data) {
     if (lines < 4 || lines == 6)
         for (int h = 0; h < 2; h++) {
             uint32_t bits = 0;
-            for (int j = 0; j < 4; j++) bits |= ((word_at(q + 16 * h + 4 * j) >> (lines == 6 ? bit : 0)) & 0x03030303u) << 2 * j;
+            for (int j = 0; j < 4; j++)
+                bits |= ((word_at(q + 16 * h + 4 * j) >> (lines == 6 ? bit : 0)) & 0x03030303u) << 2 * j;
             memcpy(data + (lines == 6 ? 256 : 0) + 64 * h, &bits, 4);
         }
 }
@@ -40,7 +42,8 @@ INLINE void pack_group(int kind, const PackJob *job, int g) {
     const int supers = w->k / 32 / k_blocks(kind);
     for (int s = 0; s < supers; s++)
         for (int lane = lo; lane < hi; lane++) {
-            const uint8_t *p = job->from + (size_t)(g * LANES + lane - job->first) * job->row_bytes + (size_t)s * file_types[job->type].bytes;
+            const uint8_t *p = job->from + (size_t)(g * LANES + lane - job->first) * job->row_bytes +
+                               (size_t)s * file_types[job->type].bytes;
             uint8_t *data = (uint8_t *)w_data(w, g) + (size_t)s * k_blocks(kind) * 64 * k_lines(kind) + 4 * lane;
             uint8_t *scale = (uint8_t *)w_scale(w, g) + (size_t)s * k_scale_step(kind);
             memcpy(scale + 2 * lane, &(uint16_t){raw_half(job->type, p, 0)}, 2);
@@ -74,7 +77,8 @@ static void copy_lane(const Weight *from, int64_t from_row, const Weight *to, in
     const int kind = from->kind, a = (int)(from_row % LANES), b = (int)(to_row % LANES), kb = from->k / 32;
     const uint8_t *data = w_data(from, from_row / LANES), *scale = w_scale(from, from_row / LANES);
     uint8_t *data_to = (uint8_t *)w_data(to, to_row / LANES), *scale_to = (uint8_t *)w_scale(to, to_row / LANES);
-    for (int line = 0; line < kb * k_lines(kind); line++) memcpy(data_to + 64 * line + 4 * b, data + 64 * line + 4 * a, 4);
+    for (int line = 0; line < kb * k_lines(kind); line++)
+        memcpy(data_to + 64 * line + 4 * b, data + 64 * line + 4 * a, 4);
     for (int s = 0; s < kb / k_blocks(kind); s++, scale += k_scale_step(kind), scale_to += k_scale_step(kind)) {
         for (int h = 0; h < k_halves(kind); h += 16) memcpy(scale_to + 2 * (h + b), scale + 2 * (h + a), 2);
         for (int i = 2 * k_halves(kind); i < (int)k_scale_step(kind); i += 16) scale_to[i + b] = scale[i + a];

@@ -1,8 +1,8 @@
 /* Products of a weight matrix with a few rows of activations.
  *
- * Activations are quantised per block of 32 to int8. A block's dot product with packed weights (formats.h) is exact integer
- * arithmetic; blocks are added in ascending order with one fused multiply-add for each scale: a row's result does not depend on
- * the other rows.
+ * Activations are quantised per block of 32 to int8. A block's dot product with packed weights (formats.h) is exact
+ * integer arithmetic; blocks are added in ascending order with one fused multiply-add for each scale: a row's result
+ * does not depend on the other rows.
  */
 #pragma once
 #include "formats.h"
@@ -18,7 +18,8 @@ typedef struct { /* R rows of activations, quantised and as they were */
     const float *x; /* [R, ldx] */
     int16_t *wide;  /* [R, k] where WIDE: of every four columns the first, third, second, fourth */
 #if ISA_AMX
-    int height;     /* q and blk lie tile by tile of so many rows, block by block: [R / height, k/32, height, 32]; see acts_height */
+    int height;     /* q and blk lie tile by tile of so many rows, block by block: [R / height, k/32, height, 32]; see
+                       acts_height */
 #endif
 } QActs;
 
@@ -38,22 +39,24 @@ typedef struct { /* R rows of activations, quantised and as they were */
 #define BLOCK_ROWS 128 /* activation rows that stay in the second-level cache while weights pass by */
 #if ISA_AMX
 #ifndef AMX_ROWS
-#define AMX_ROWS 9 /* from here on tiles are faster than registers; either has the same bits */
+#define AMX_ROWS 33 /* from here on tiles are faster than registers; either has the same bits */
 #endif
 #ifndef AMX_PAIRS
 #define AMX_PAIRS 1 /* two groups of outputs at a time */
 #endif
 #define TILE_HEIGHT 16 /* rows of activations in a tile */
 #define STEP_ROWS BLOCK_ROWS /* rows of a call: a group is decoded once for all of them */
-/* Rows of a tile of Intel's where so many rows are multiplied: they are cut evenly. 1: the rows follow each other whole,
- * as on other levels. */
+/* Rows of a tile of Intel's where so many rows are multiplied: they are cut evenly. 1: the rows follow each other
+ * whole, as on other levels. */
 INLINE int acts_height(int rows) {
     if (rows < AMX_ROWS) return 1;
     const int tiles = (rows + TILE_HEIGHT - 1) / TILE_HEIGHT;
     return (rows + tiles - 1) / tiles;
 }
 INLINE int height_of(const QActs *a) { return a->height; }
-INLINE size_t padded_rows(int rows) { return (size_t)rows + (rows < AMX_ROWS ? 0 : TILE_HEIGHT); } /* the last tile is whole */
+INLINE size_t padded_rows(int rows) {
+    return (size_t)rows + (rows < AMX_ROWS ? 0 : TILE_HEIGHT);
+} /* the last tile is whole */
 /* The place of a row's column in q. Its block is at a 32nd of that. */
 INLINE int64_t acts_place(const QActs *a, int row, int column) {
     const int tile = row / a->height, line = row % a->height;
@@ -93,7 +96,8 @@ INLINE void acts_rows(QActs *a, int rows) {
 
 #if WIDE
 INLINE void widen_block(const int8_t *q, int16_t *wide) {
-    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m256i order =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
     const __m256i v = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)q), order);
     _mm256_storeu_si256((__m256i *)wide, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)));
     _mm256_storeu_si256((__m256i *)(wide + 16), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1)));
@@ -127,7 +131,8 @@ INLINE void quantize_row(const float *x, int n, const QActs *acts, int64_t at) {
 SHARED void acts_row(const QActs *a, int64_t r) { /* quantise row r of x */
     quantize_row(a->x + r * a->ldx, a->k, a, acts_place(a, r, 0));
 }
-SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) { /* what was quantised as row r becomes row t */
+SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from,
+                      int64_t r) { /* what was quantised as row r becomes row t */
     const int64_t k = from->k;
 #if ISA_AMX
     for (int i = 0; i < k; i += 32) {
@@ -143,9 +148,10 @@ SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from, int64_t r) 
 }
 
 /* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= STEP_ROWS). In tiles.c */
-__attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile);
+__attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc,
+                                                        float *tile);
 #if ISA_AMX
 /* The same of two groups: their activations are loaded once. */
-__attribute__((visibility("hidden"))) void product_pair(const Weight *w, int g, int g2, const QActs *a, int m0, int mc, float *tile,
-                                                        float *tile2);
+__attribute__((visibility("hidden"))) void product_pair(const Weight *w, int g, int g2, const QActs *a, int m0, int mc,
+                                                        float *tile, float *tile2);
 #endif

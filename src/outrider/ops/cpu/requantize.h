@@ -10,7 +10,8 @@ INLINE float code_of(float x) { /* -8 .. 7 */
 
 enum { TRIES = 6 }; /* scales tried to either side of the one that brings the largest weight to -8 */
 
-/* Blocks of 16 rows side by side, x [32][lanes]: for each the scale with the least squares of errors among those tried, and its codes. */
+/* Blocks of 16 rows side by side, x [32][lanes]: for each the scale with the least squares of errors among those tried,
+ * and its codes. */
 static void coarse_blocks(const float *x, uint16_t *scale, uint8_t *codes) {
     float top[LANES] = {0}, best[LANES] = {0}, d[LANES] = {0}, inv[LANES], dot[LANES], square[LANES];
     for (int i = 0; i < 32; i++)
@@ -26,7 +27,8 @@ static void coarse_blocks(const float *x, uint16_t *scale, uint8_t *codes) {
                 dot[l] += c * x[i * LANES + l];
                 square[l] += c * c;
             }
-        for (int l = 0; l < LANES; l++) { /* with the codes given, the best scale is dot / square, and it takes dot² / square off the error */
+        for (int l = 0; l < LANES;
+             l++) { /* with the codes given, the best scale is dot / square, and it takes dot² / square off the error */
             const float good = square[l] > 0.0f ? dot[l] * dot[l] / square[l] : 0.0f;
             if (good > best[l]) best[l] = good, d[l] = dot[l] / square[l];
         }

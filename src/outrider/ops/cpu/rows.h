@@ -35,8 +35,8 @@ static void norm_row(const float *x, int n, const float *w, float eps, float *ou
 }
 
 /* x = (x + post_norm(y))·scale; h = norm(x, next) where next is given. tmp: n floats. scale NULL: 1 */
-SHARED void residual_row(float *x, const float *y, int n, const float *post, const float *scale, const float *next, float eps,
-                         float *h, float *tmp) {
+SHARED void residual_row(float *x, const float *y, int n, const float *post, const float *scale, const float *next,
+                         float eps, float *h, float *tmp) {
     if (post) { norm_row(y, n, post, eps, tmp); y = tmp; }
     for (int i = 0; i < n; i += LANES) {
         vf v = vf_add(vf_load_n(x + i, n - i), vf_load_n(y + i, n - i));
@@ -46,13 +46,15 @@ SHARED void residual_row(float *x, const float *y, int n, const float *post, con
 }
 
 /* A head: norm (unless `plain`), rotate by NeoX pairs, in float. x and out may be the same. */
-static void rope_head(const float *x, int dim, const float *norm, int normed, float eps, const float *cos, const float *sin, float *out) {
+static void rope_head(const float *x, int dim, const float *norm, int normed, float eps, const float *cos,
+                      const float *sin, float *out) {
     float tmp[1024];
     if (normed) { norm_row(x, dim, norm, eps, tmp); x = tmp; }
     const int half = dim / 2;
     for (int i = 0; i < half; i += LANES) {
         int n = half - i;
-        vf a = vf_load_n(x + i, n), b = vf_load_n(x + half + i, n), c = vf_load_n(cos + i, n), s = vf_load_n(sin + i, n);
+        vf a = vf_load_n(x + i, n), b = vf_load_n(x + half + i, n), c = vf_load_n(cos + i, n),
+           s = vf_load_n(sin + i, n);
         vf_store_n(out + i, vf_sub(vf_mul(a, c), vf_mul(b, s)), n);
         vf_store_n(out + half + i, vf_add(vf_mul(b, c), vf_mul(a, s)), n);
     }
@@ -97,9 +99,10 @@ INLINE vf vf_noise(vi bits) {
 }
 INLINE vi vi_token_hash(vi token) { return vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu))); }
 INLINE vf vf_gumbel(uint32_t key, vi token) { return vf_noise(vi_noise_bits(key, vi_token_hash(token))); }
-/* No less than vf_noise of the same bits, and little more where u is small: E is no less than u, u no less than its first 24 bits, and a
- * logarithm to base 2 no less than what a float's own bits say if they are read as a number (exponent and, in a straight line, fraction).
- * Rounding keeps an order, so z + this is no less than z + noise, whatever z. */
+/* No less than vf_noise of the same bits, and little more where u is small: E is no less than u, u no less than its
+ * first 24 bits, and a logarithm to base 2 no less than what a float's own bits say if they are read as a number
+ * (exponent and, in a straight line, fraction). Rounding keeps an order, so z + this is no less than z + noise,
+ * whatever z. */
 INLINE vf vf_noise_most(vi bits) {
     const vf log2 = vi_to_float(vf_bits(vi_to_float(vi_shr(bits, 8)))); /* (127 + 24 + log2(u)) << 23, or less */
     return vf_sub(vf_set(104.6662f), vf_mul(log2, vf_set(8.2629582e-8f))); /* 151 · log(2) + 0.001, log(2) / 2^23 */
@@ -116,7 +119,8 @@ SHARED float softmax_at(const float *z, int n, int64_t at) {
         vf v;
         if (i < whole) v = vf_load(z + i);
         else { for (int j = 0; j < LANES; j++) t[j] = i + j < n ? z[i + j] : top - 80.0f; v = vf_load(t); }
-        if (vf_any_ge(v, vf_set(top - 20.0f))) total = vf_add(total, vf_exp(vf_sub(v, vf_set(top)))); /* the others weigh nothing */
+        if (vf_any_ge(v, vf_set(top - 20.0f)))
+            total = vf_add(total, vf_exp(vf_sub(v, vf_set(top)))); /* the others weigh nothing */
     }
     vf_store(t, total);
     for (int j = 0; j < LANES; j++) sum += t[j];
@@ -152,8 +156,8 @@ SHARED int64_t choose_row(const float *z, int n, int sampled, int64_t seed, int6
     if (first == n) return 0; /* no numbers */
     if (!sampled) return first;
     const uint32_t key = noise_key(seed, position);
-    /* Noise lies in (-2.9, 22.9), and for nearly all columns one look at its bits says that they cannot win. The search begins just below
-     * the score of the largest z: that column is met again, or an earlier one that is as good. */
+    /* Noise lies in (-2.9, 22.9), and for nearly all columns one look at its bits says that they cannot win. The search
+     * begins just below the score of the largest z: that column is met again, or an earlier one that is as good. */
     float found = -INFINITY, noise[LANES];
     vf_store(noise, vf_gumbel(key, vi_set((int32_t)(tokens ? tokens[first] : first))));
     if (fabsf(top) < INFINITY) found = top + noise[0] - (0.001f + 1e-6f * fabsf(top));
@@ -191,8 +195,8 @@ static void best_columns(const float *z, int n, int top, int64_t *best) {
     }
 }
 
-/* out [1 + 2·top]: the logarithm of the softmax of z at `token`, then those of the `top` best columns and their numbers. Sums of 1,024 are
- * added up in double precision: over a large vocabulary float32 alone would lose digits. */
+/* out [1 + 2·top]: the logarithm of the softmax of z at `token`, then those of the `top` best columns and their
+ * numbers. Sums of 1,024 are added up in double precision: over a large vocabulary float32 alone would lose digits. */
 SHARED void logprob_row(const float *z, int n, int64_t token, int top, float *out) {
     enum { PIECE = 64 * LANES };
     int64_t best[top + 1];

@@ -4,11 +4,13 @@
  * meet at `pool_barrier`, which also resets the shared task counter of `pool_next`. After a fork the child starts a
  * pool of its own.
  *
- * With fewer free cores than members, two of them may share one while other processes keep the rest busy. A member that spins there delays
- * the one it waits for, so members record their core: one that waits for a member on its own core yields at once.
+ * With fewer free cores than members, two of them may share one while other processes keep the rest busy. A member that
+ * spins there delays the one it waits for, so members record their core: one that waits for a member on its own core
+ * yields at once.
  *
- * `pool_claim` distributes even work: every member has its own share, takes pieces of it in order and, when it is done, pieces
- * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core gets help and does not set the pace.
+ * `pool_claim` distributes even work: every member has its own share, takes pieces of it in order and, when it is done,
+ * pieces of the others' shares. Cores of one speed keep to their own memory; a slow or busy core gets help and does not
+ * set the pace.
  */
 #pragma once
 #include "platform.h"
@@ -61,7 +63,8 @@ static _Thread_local int pool_wary; /* so often this member does not yield to an
 /* Does another member run on this core? */
 static int pool_crowded(const ThreadPool *t, int core) {
     for (int i = 0; i < t->size; i++)
-        if (i != pool_me && core >= 0 && atomic_load_explicit(&t->claims[i].core, memory_order_relaxed) == core) return 1;
+        if (i != pool_me && core >= 0 && atomic_load_explicit(&t->claims[i].core, memory_order_relaxed) == core)
+            return 1;
     return 0;
 }
 
@@ -80,8 +83,9 @@ static void barrier_wake(ThreadPool *t) {
 #define PATIENT 20000 /* spins, a third of a millisecond, after which another member must have lost its core */
 #define WARY 256      /* waits */
 
-/* Let a member on our own core run. By yielding: so the system sees that both want to run, and moves one to a core that has come free. But
- * a third one on this core is let run, too, and for milliseconds: where that happened we go to sleep instead, for a while. */
+/* Let a member on our own core run. By yielding: so the system sees that both want to run, and moves one to a core that
+ * has come free. But a third one on this core is let run, too, and for milliseconds: where that happened we go to sleep
+ * instead, for a while. */
 static void barrier_give_way(ThreadPool *t, int phase) {
     if (pool_wary) { pool_wary--; barrier_sleep(t, phase); return; }
     const double began = os_seconds();
@@ -111,8 +115,8 @@ static void pool_barrier(ThreadPool *t) {
     }
 }
 
-/* A phase whose later part reads what all members write in its first part: every member says once when it has done the first, and waits
- * before it begins to read. In between it does what needs neither. */
+/* A phase whose later part reads what all members write in its first part: every member says once when it has done the
+ * first, and waits before it begins to read. In between it does what needs neither. */
 INLINE void pool_ready(ThreadPool *t) { atomic_fetch_add_explicit(&t->ready, 1, memory_order_release); }
 INLINE void pool_await(ThreadPool *t) {
     if (t->size == 1) return;
@@ -131,14 +135,16 @@ INLINE int pool_next(ThreadPool *t, int count, int grain, int *lo, int *hi) {
     return 1;
 }
 
-/* A piece of member `of`'s share, which has `count`: its number, or -1 when all are taken. One kind of work between two barriers. */
+/* A piece of member `of`'s share, which has `count`: its number, or -1 when all are taken. One kind of work between two
+ * barriers. */
 INLINE int pool_claim(ThreadPool *t, int of, int count) {
     const uint64_t phase = (uint64_t)(unsigned)atomic_load_explicit(&t->phase, memory_order_relaxed) << 32;
     uint64_t seen = atomic_load_explicit(&t->claims[of].taken, memory_order_relaxed);
     for (;;) {
         const uint64_t at = seen >> 32 == phase >> 32 ? seen & 0xffffffffu : 0;
         if (at >= (uint64_t)count) return -1;
-        if (atomic_compare_exchange_weak_explicit(&t->claims[of].taken, &seen, phase | (at + 1), memory_order_relaxed, memory_order_relaxed))
+        if (atomic_compare_exchange_weak_explicit(&t->claims[of].taken, &seen, phase | (at + 1), memory_order_relaxed,
+                                                  memory_order_relaxed))
             return (int)at;
     }
 }
@@ -170,7 +176,8 @@ static OsThreadResult pool_member(void *arg) {
     os_thread_prefer_speed();
     for (;;) {
         for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) {
-            if (spins == GLANCE && seen && pool_crowded(t, os_core())) break; /* before the first round the pool is being made */
+            if (spins == GLANCE && seen && pool_crowded(t, os_core()))
+                break; /* before the first round the pool is being made */
             cpu_relax();
         }
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
@@ -192,7 +199,10 @@ static void pool_start(ThreadPool *t) {
     t->owner = os_process();
     atomic_store(&t->task, 0); atomic_store(&t->ready, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
     atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0); atomic_store(&t->asleep, 0);
-    for (int i = 0; i < t->size; i++) { atomic_store(&t->claims[i].taken, ~0ull); atomic_store(&t->claims[i].core, -1); }
+    for (int i = 0; i < t->size; i++) {
+        atomic_store(&t->claims[i].taken, ~0ull);
+        atomic_store(&t->claims[i].core, -1);
+    }
     t->stop = 0;
     os_mutex_init(&t->use);
     os_mutex_init(&t->lock);

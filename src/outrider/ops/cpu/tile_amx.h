@@ -1,18 +1,19 @@
-/* Intel's tiles (AMX): up to sixteen rows of activations with a (group, block) in one instruction. Included by tiles.c, behind
- * tile_avx512.h, which serves the few rows for which a tile brings nothing.
+/* Intel's tiles (AMX): up to sixteen rows of activations with a (group, block) in one instruction. Included by tiles.c,
+ * behind tile_avx512.h, which serves the few rows for which a tile brings nothing.
  *
- * A packed (group, block) of eight lines is a tile of B as it lies. Other formats are decoded to signed bytes first, AMX_BLOCKS blocks
- * of a group at a time, once for all rows of the call. Activations lie in tiles already (product.h). The int32 of a block is exact, and
- * scales are applied per block in the order of tile_avx512.h, with the same roundings: a row's bits do not depend on which of the two
- * computed it.
+ * A packed (group, block) of eight lines is a tile of B as it lies. Other formats are decoded to signed bytes first,
+ * AMX_BLOCKS blocks of a group at a time, once for all rows of the call. Activations lie in tiles already (product.h).
+ * The int32 of a block is exact, and scales are applied per block in the order of tile_avx512.h, with the same
+ * roundings: a row's bits do not depend on which of the two computed it.
  *
- * What a tile stores reaches the first-level cache only after the instruction has retired, and a load of another address with the same
- * lower twelve bits waits for it. Hence the order (products of several blocks first, then their scales) and the places of the buffers.
+ * What a tile stores reaches the first-level cache only after the instruction has retired, and a load of another
+ * address with the same lower twelve bits waits for it. Hence the order (products of several blocks first, then their
+ * scales) and the places of the buffers.
  */
 #pragma once
 
 #ifndef EMULATED_TILES /* the tests' C in place of the instructions */
-/* Numbered registers, which the compiler does not know of; "memory": their operands are in memory that it does know of. */
+/* Numbered registers, unknown to the compiler; "memory": their operands are in memory that it does know of. */
 #define TILE_CONFIGURE(config) __asm__ __volatile__("ldtilecfg %0" : : "m"(*(config)))
 #define TILE_RELEASE() __asm__ __volatile__("tilerelease" : :)
 #define TILE_ZERO(t) __asm__ __volatile__("tilezero %%tmm" #t : :)
@@ -20,7 +21,8 @@
     __asm__ __volatile__("tileloadd (%0,%1,1), %%tmm" #t : : "r"(from), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(t, to, stride) \
     __asm__ __volatile__("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(stride)) : "memory")
-#define TILE_DOT(c, a, b) __asm__ __volatile__("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :) /* c += a · b, all signed */
+#define TILE_DOT(c, a, b)                                                                                              \
+    __asm__ __volatile__("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :) /* c += a · b, all signed */
 #endif
 
 #define AMX_BLOCKS 8 /* decoded at a time: 4 KB in the first-level cache, which two threads may share */
@@ -63,7 +65,8 @@ void tiles_release(void) {
 #endif /* of the activations, in a page: what is loaded next then lies outside of what is being stored */
 
 typedef struct { /* some blocks of a group, decoded */
-    _Alignas(64) float scale[AMX_BLOCKS][2][LANES]; /* of both halves; with minima of 32 columns: scale and zero point */
+    _Alignas(
+        64) float scale[AMX_BLOCKS][2][LANES]; /* of both halves; with minima of 32 columns: scale and zero point */
     _Alignas(64) float zero[AMX_BLOCKS][2][LANES];  /* zero points of both halves */
     _Alignas(64) int8_t room[PAGE + AMX_BLOCKS * 512];
     int8_t (*codes)[8][64]; /* in room, at the place in a page that the activations have */
@@ -106,7 +109,8 @@ INLINE void amx_decode(int kind, const Weight *w, int g, int first, int count, A
             __m512i v[8];
             block_codes(kind, table, data, v);
             UNROLL for (int j = 0; j < 8; j++)
-                _mm512_store_si512(out->codes[b + sub][j], zero ? _mm512_sub_epi8(v[j], _mm512_set1_epi8((char)zero)) : v[j]);
+                _mm512_store_si512(out->codes[b + sub][j],
+                                   zero ? _mm512_sub_epi8(v[j], _mm512_set1_epi8((char)zero)) : v[j]);
         }
     }
 }
@@ -174,7 +178,7 @@ INLINE void amx_products(int columns, const AmxTile *t, int first, int past) {
     }
 }
 
-/* Their answers, scaled, onto the sums of one group. minima: blocks have zero points; MT: rows. Constants, but for n. */
+/* Their answers, scaled, onto the sums of group n. minima: blocks have zero points; MT: rows. Both are constants. */
 INLINE void amx_scales(int columns, int minima, int MT, const AmxTile *t, int n, int first, int past) {
     const int halves = 32 / columns, height = t->height;
     const AmxGroup *group = &t->group[n];
@@ -229,13 +233,15 @@ INLINE void amx_groups(int kind, const AmxTarget *to, int groups, const QActs *a
         amx_decode(kind, to[n].w, to[n].g, 0, kb < AMX_BLOCKS ? kb : AMX_BLOCKS, &blocks[n][0]);
     }
     for (int first = 0; first < kb; first += AMX_BLOCKS) {
-        const int count = kb - first < AMX_BLOCKS ? kb - first : AMX_BLOCKS, next = first + AMX_BLOCKS, i = first / AMX_BLOCKS % 2;
+        const int count = kb - first < AMX_BLOCKS ? kb - first : AMX_BLOCKS, next = first + AMX_BLOCKS,
+                  i = first / AMX_BLOCKS % 2;
         for (int row = 0, rows; row < mc; row += rows) {
             const int line = (m0 + row) % height, left = mc - row;
             rows = height - line < left ? height - line : left;
             if (rows == left && next < kb) /* their stores leave the pipeline while this tile computes */
                 for (int n = 0; n < groups; n++)
-                    amx_decode(kind, to[n].w, to[n].g, next, kb - next < AMX_BLOCKS ? kb - next : AMX_BLOCKS, &blocks[n][!i]);
+                    amx_decode(kind, to[n].w, to[n].g, next, kb - next < AMX_BLOCKS ? kb - next : AMX_BLOCKS,
+                               &blocks[n][!i]);
             const int64_t place = acts_place(a, m0 + row, 32 * first);
             AmxTile t = {
                 .x = a->q + place, .blk = a->blk + place / 32, .height = height,

@@ -1,15 +1,17 @@
 /* AVX2, and AVX-VNNI where the processor has it: a group is two registers of 8 outputs. Included by product.h.
  *
- * Steps outside, rows inside: both halves of a step are in registers while one broadcast of each row's activations meets them, so that
- * the loads do not set the pace. Without VNNI products of pairs are 16 bits wide; as many as fit are added before they are widened:
- * 8 of 4-bit codes (15·127·2 each), 4 of 5 bits, 2 of 6 bits, 1 of int8 (whose sign goes to the activation; several rows: wide_dots).
+ * Steps outside, rows inside: both halves of a step are in registers while one broadcast of each row's activations
+ * meets them, so that the loads do not set the pace. Without VNNI products of pairs are 16 bits wide; as many as fit
+ * are added before they are widened: 8 of 4-bit codes (15·127·2 each), 4 of 5 bits, 2 of 6 bits, 1 of int8 (whose sign
+ * goes to the activation; several rows: wide_dots).
  */
 #pragma once
 
 #if defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
 #define VNNI256 1
 #define m256_dot4(sum, codes, x) _mm256_dpbusd_avx_epi32(sum, codes, x)
-#elif defined(ISA_TWIN) /* the same code with AVX-512's encoding of the instruction: to test it where AVX-VNNI is missing */
+#elif defined(                                                                                                         \
+    ISA_TWIN) /* the same code with AVX-512's encoding of the instruction: to test it where AVX-VNNI is missing */
 #define VNNI256 1
 #define m256_dot4(sum, codes, x) _mm256_dpbusd_epi32(sum, codes, x)
 #else
@@ -17,8 +19,12 @@
 #define m256_dot4(sum, codes, x) (sum)
 #endif
 
-INLINE __m256 m256_u8(const uint8_t *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
-INLINE __m256 m256_i8(const uint8_t *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE __m256 m256_u8(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE __m256 m256_i8(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 INLINE __m256 m256_nibble(const uint8_t *p, int high) { /* one half of every byte */
     const __m128i v = _mm_loadl_epi64((const __m128i *)p);
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_and_si128(high ? _mm_srli_epi16(v, 4) : v, _mm_set1_epi8(15))));
@@ -41,23 +47,27 @@ INLINE __m256i step_codes(int kind, const CodeTable *table, const uint8_t *data,
     const __m256i flip = _mm256_set1_epi8((char)0x80);
     if (kind == W_Q8) return VNNI256 ? _mm256_xor_si256(m256_at(data + 64 * j), flip) : m256_at(data + 64 * j);
     __m256i v;
-    if (k_lines(kind) < 4) v = _mm256_and_si256(_mm256_srli_epi16(m256_at(data + 64 * (j / 4)), 2 * (j % 4)), _mm256_set1_epi8(3));
+    if (k_lines(kind) < 4)
+        v = _mm256_and_si256(_mm256_srli_epi16(m256_at(data + 64 * (j / 4)), 2 * (j % 4)), _mm256_set1_epi8(3));
     else {
         v = m256_at(data + 64 * (j % 4));
         v = _mm256_and_si256(j < 4 ? v : _mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
     }
     if (k_lines(kind) == 3) {
         const __m256i h = m256_at(data + 128);
-        v = _mm256_or_si256(v, _mm256_and_si256(j < 2 ? _mm256_slli_epi16(h, 2 - j) : _mm256_srli_epi16(h, j - 2), _mm256_set1_epi8(4)));
+        v = _mm256_or_si256(v, _mm256_and_si256(j < 2 ? _mm256_slli_epi16(h, 2 - j) : _mm256_srli_epi16(h, j - 2),
+                                                _mm256_set1_epi8(4)));
     }
     if (k_lines(kind) == 5) {
         const __m256i h = m256_at(data + 256);
-        return _mm256_or_si256(v, _mm256_and_si256(j < 4 ? _mm256_slli_epi16(h, 4 - j) : _mm256_srli_epi16(h, j - 4), _mm256_set1_epi8(16)));
+        return _mm256_or_si256(v, _mm256_and_si256(j < 4 ? _mm256_slli_epi16(h, 4 - j) : _mm256_srli_epi16(h, j - 4),
+                                                   _mm256_set1_epi8(16)));
     }
     if (k_lines(kind) == 6) {
         const __m256i h = m256_at(data + 256 + 64 * (j / 4));
         const int at = 2 * (j % 4);
-        return _mm256_or_si256(v, _mm256_and_si256(at < 4 ? _mm256_slli_epi16(h, 4 - at) : _mm256_srli_epi16(h, at - 4), _mm256_set1_epi8(48)));
+        return _mm256_or_si256(v, _mm256_and_si256(at < 4 ? _mm256_slli_epi16(h, 4 - at) : _mm256_srli_epi16(h, at - 4),
+                                                   _mm256_set1_epi8(48)));
     }
     if (k_table(kind)) {
         const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table->value));
@@ -67,10 +77,11 @@ INLINE __m256i step_codes(int kind, const CodeTable *table, const uint8_t *data,
     return v;
 }
 
-/* Signed codes without VNNI, for several rows: in 16 bits, as 256 times the code, where a byte in the upper half of its place needs no sign
- * of its own. Half the products an instruction, but nothing to do with signs or widening for each row. 32·128·127·256 < 2^31. */
-INLINE void wide_dots(int kind, const CodeTable *table, const uint8_t *data, const int16_t *x, int64_t ldx, int MT, int from, int count,
-                      __m256i dot[][2]) {
+/* Signed codes without VNNI, for several rows: in 16 bits, as 256 times the code, where a byte in the upper half of its
+ * place needs no sign of its own. Half the products an instruction, but nothing to do with signs or widening for each
+ * row. 32·128·127·256 < 2^31. */
+INLINE void wide_dots(int kind, const CodeTable *table, const uint8_t *data, const int16_t *x, int64_t ldx, int MT,
+                      int from, int count, __m256i dot[][2]) {
     const __m256i upper = _mm256_set1_epi16((short)0xff00);
     UNROLL for (int j = from; j < from + count; j++)
         UNROLL for (int odd = 0; odd < 2; odd++) {
@@ -90,17 +101,19 @@ INLINE void wide_dots(int kind, const CodeTable *table, const uint8_t *data, con
 }
 
 /* dot[m][half] of the steps `from`.. of a block, offsets of unsigned codes taken off */
-INLINE void block_dots(int kind, const CodeTable *table, const uint8_t *data, const int8_t *x, int64_t ldx, const Blk *s, int kb, int MT, int from,
-                       int count, __m256i dot[][2]) {
+INLINE void block_dots(int kind, const CodeTable *table, const uint8_t *data, const int8_t *x, int64_t ldx,
+                       const Blk *s, int kb, int MT, int from, int count, __m256i dot[][2]) {
     const int run = is_signed(kind) ? 1 : kind == W_Q6K ? 2 : k_lines(kind) == 5 || kind == W_Q2K ? 4 : 8;
     const int offset = !k_min(kind) && (VNNI256 || !is_signed(kind));
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[TILE_ROWS][2];
     if (VNNI256) UNROLL for (int m = 0; m < MT; m++) dot[m][0] = dot[m][1] = _mm256_setzero_si256();
     UNROLL for (int t = 0; t < count; t++) {
-        const int j = count == 4 ? from + t : t / 2 + 4 * (t % 2); /* low and high halves of the same bytes after each other */
+        const int j =
+            count == 4 ? from + t : t / 2 + 4 * (t % 2); /* low and high halves of the same bytes after each other */
         const __m256i w[2] = {step_codes(kind, table, data, j), step_codes(kind, table, data + 32, j)};
-        const __m256i size[2] = {is_signed(kind) && !VNNI256 ? _mm256_abs_epi8(w[0]) : w[0], is_signed(kind) && !VNNI256 ? _mm256_abs_epi8(w[1]) : w[1]};
+        const __m256i size[2] = {is_signed(kind) && !VNNI256 ? _mm256_abs_epi8(w[0]) : w[0],
+                                 is_signed(kind) && !VNNI256 ? _mm256_abs_epi8(w[1]) : w[1]};
         UNROLL for (int m = 0; m < MT; m++) {
             const __m256i y = _mm256_set1_epi32(word(x + m * ldx + 4 * j));
             UNROLL for (int h = 0; h < 2; h++) {
@@ -114,7 +127,8 @@ INLINE void block_dots(int kind, const CodeTable *table, const uint8_t *data, co
         }
     }
     if (offset) UNROLL for (int m = 0; m < MT; m++) { /* only now: before, the registers are needed for sums */
-        const __m256i zero = _mm256_srai_epi32(_mm256_set1_epi32(zero_sum(s + (size_t)m * kb, from, count)), zero_shift(kind));
+        const __m256i zero =
+            _mm256_srai_epi32(_mm256_set1_epi32(zero_sum(s + (size_t)m * kb, from, count)), zero_shift(kind));
         UNROLL for (int h = 0; h < 2; h++) dot[m][h] = _mm256_add_epi32(dot[m][h], zero);
     }
 }
@@ -134,23 +148,30 @@ INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0,
             __m256i dot[TILE_ROWS][2];
             if (MT > 1) UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(data + ahead + 64 * j, 0, 2);
             UNROLL for (int from = 0; from < 8; from += count) {
-                if (WIDE && is_signed(kind) && MT > 1) wide_dots(kind, table, data, a->wide + (x - a->q), a->k, MT, from, count, dot);
+                if (WIDE && is_signed(kind) && MT > 1)
+                    wide_dots(kind, table, data, a->wide + (x - a->q), a->k, MT, from, count, dot);
                 else block_dots(kind, table, data, x, a->k, s, kb, MT, from, count, dot);
                 UNROLL for (int h = 0; h < 2; h++) {
                     __m256 d = m256_front(kind, table, scale + 16 * h);
                     if (kind == W_Q2K) d = _mm256_mul_ps(d, m256_nibble(bytes + 8 * h + (from ? 16 : 0), 0));
-                    else if (k_super(kind)) d = _mm256_mul_ps(d, k_min(kind) ? m256_u8(bytes + 8 * h) : m256_i8(bytes + 8 * h + (from ? 16 : 0)));
+                    else if (k_super(kind))
+                        d = _mm256_mul_ps(d, k_min(kind) ? m256_u8(bytes + 8 * h)
+                                                         : m256_i8(bytes + 8 * h + (from ? 16 : 0)));
                     UNROLL for (int m = 0; m < MT; m++)
-                        acc[m][h] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dot[m][h]), _mm256_set1_ps(s[(size_t)m * kb].d)), d, acc[m][h]);
+                        acc[m][h] = _mm256_fmadd_ps(
+                            _mm256_mul_ps(_mm256_cvtepi32_ps(dot[m][h]), _mm256_set1_ps(s[(size_t)m * kb].d)), d,
+                            acc[m][h]);
                 }
                 if (k_min(kind)) UNROLL for (int h = 0; h < 2; h++) {
                     __m256 zero_point = m256_half(scale + 32 + 16 * h);
                     if (k_super(kind)) {
-                        const __m256 minimum = kind == W_Q2K ? m256_nibble(bytes + 8 * h + (from ? 16 : 0), 1) : m256_u8(bytes + 16 + 8 * h);
+                        const __m256 minimum = kind == W_Q2K ? m256_nibble(bytes + 8 * h + (from ? 16 : 0), 1)
+                                                             : m256_u8(bytes + 16 + 8 * h);
                         zero_point = _mm256_mul_ps(_mm256_sub_ps(_mm256_setzero_ps(), zero_point), minimum);
                     }
                     UNROLL for (int m = 0; m < MT; m++)
-                        acc[m][h] = _mm256_fmadd_ps(zero_point, _mm256_set1_ps(zero_weight(s + (size_t)m * kb, from, count)), acc[m][h]);
+                        acc[m][h] = _mm256_fmadd_ps(
+                            zero_point, _mm256_set1_ps(zero_weight(s + (size_t)m * kb, from, count)), acc[m][h]);
                 }
             }
         }

@@ -9,21 +9,36 @@ INLINE void block_values(int kind, const CodeTable *table, const uint8_t *data, 
     }
     if (k_lines(kind) < 4)
         for (int j = 0; j < 8; j++) for (int i = 0; i < 64; i++) v[j][i] = (data[64 * (j / 4) + i] >> 2 * (j % 4)) & 3;
-    else for (int j = 0; j < 4; j++) for (int i = 0; i < 64; i++) v[j][i] = data[64 * j + i] & 15, v[j + 4][i] = data[64 * j + i] >> 4;
+    else
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < 64; i++) v[j][i] = data[64 * j + i] & 15, v[j + 4][i] = data[64 * j + i] >> 4;
     if (k_lines(kind) == 3)
         for (int j = 0; j < 8; j++) for (int i = 0; i < 64; i++) v[j][i] |= (int16_t)(((data[128 + i] >> j) & 1) << 2);
     if (k_lines(kind) == 5)
         for (int j = 0; j < 8; j++) for (int i = 0; i < 64; i++) v[j][i] |= (int16_t)(((data[256 + i] >> j) & 1) << 4);
     if (k_lines(kind) == 6)
-        for (int j = 0; j < 8; j++) for (int i = 0; i < 64; i++) v[j][i] |= (int16_t)(((data[256 + 64 * (j / 4) + i] >> 2 * (j % 4)) & 3) << 4);
+        for (int j = 0; j < 8; j++)
+            for (int i = 0; i < 64; i++) v[j][i] |= (int16_t)(((data[256 + 64 * (j / 4) + i] >> 2 * (j % 4)) & 3) << 4);
     if (k_table(kind))
         for (int j = 0; j < 8; j++) for (int i = 0; i < 64; i++) v[j][i] = table->value[v[j][i]];
     const int16_t zero = kind == W_Q4 ? 8 : kind == W_Q5 ? 16 : kind == W_Q6K ? 32 : 0;
     if (zero) for (int j = 0; j < 8; j++) for (int i = 0; i < 64; i++) v[j][i] -= zero;
 }
-INLINE vf vf_u8(const uint8_t *p) { int32_t t[LANES]; for (int i = 0; i < LANES; i++) t[i] = p[i]; return vi_to_float(vi_load(t)); }
-INLINE vf vf_nibble(const uint8_t *p, int high) { int32_t t[LANES]; for (int i = 0; i < LANES; i++) t[i] = p[i] >> 4 * high & 15; return vi_to_float(vi_load(t)); }
-INLINE vf vf_i8(const uint8_t *p) { int32_t t[LANES]; for (int i = 0; i < LANES; i++) t[i] = (int8_t)p[i]; return vi_to_float(vi_load(t)); }
+INLINE vf vf_u8(const uint8_t *p) {
+    int32_t t[LANES];
+    for (int i = 0; i < LANES; i++) t[i] = p[i];
+    return vi_to_float(vi_load(t));
+}
+INLINE vf vf_nibble(const uint8_t *p, int high) {
+    int32_t t[LANES];
+    for (int i = 0; i < LANES; i++) t[i] = p[i] >> 4 * high & 15;
+    return vi_to_float(vi_load(t));
+}
+INLINE vf vf_i8(const uint8_t *p) {
+    int32_t t[LANES];
+    for (int i = 0; i < LANES; i++) t[i] = (int8_t)p[i];
+    return vi_to_float(vi_load(t));
+}
 
 INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, lines = k_lines(kind), super = k_blocks(kind);
@@ -47,8 +62,11 @@ INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0,
                 if (kind == W_Q2K) for (int h = 0; h < 2; h++) {
                     d[h] = vf_mul(first, vf_nibble(bytes + 16 * h, 0));
                     zero_point[h] = vf_mul(minus, vf_nibble(bytes + 16 * h, 1));
-                } else if (k_min(kind)) { d[0] = vf_mul(first, vf_u8(bytes)); zero_point[0] = vf_mul(minus, vf_u8(bytes + 16)); }
-                else d[0] = vf_mul(first, vf_i8(bytes));
+                    }
+                else if (k_min(kind)) {
+                    d[0] = vf_mul(first, vf_u8(bytes));
+                    zero_point[0] = vf_mul(minus, vf_u8(bytes + 16));
+                } else d[0] = vf_mul(first, vf_i8(bytes));
                 if (k_columns(kind) == 16 && kind != W_Q2K) d[1] = vf_mul(first, vf_i8(bytes + 16));
             }
             const int count = k_columns(kind) / 4;
@@ -59,10 +77,13 @@ INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0,
                     int32_t dot[16] = {0};
                     for (int j = from; j < from + count; j++) {
                         const int32_t x0 = x[4 * j], x1 = x[4 * j + 1], x2 = x[4 * j + 2], x3 = x[4 * j + 3];
-                        for (int r = 0; r < 16; r++) dot[r] += v[j][4 * r] * x0 + v[j][4 * r + 1] * x1 + v[j][4 * r + 2] * x2 + v[j][4 * r + 3] * x3;
+                        for (int r = 0; r < 16; r++)
+                            dot[r] +=
+                                v[j][4 * r] * x0 + v[j][4 * r + 1] * x1 + v[j][4 * r + 2] * x2 + v[j][4 * r + 3] * x3;
                     }
                     acc[m] = vf_fma(vf_mul(vi_to_float(vi_load(dot)), vf_set(s->d)), d[from / 4 % 2], acc[m]);
-                    if (k_min(kind)) acc[m] = vf_fma(zero_point[from / 4 % 2], vf_set(zero_weight(s, from, count)), acc[m]);
+                    if (k_min(kind))
+                        acc[m] = vf_fma(zero_point[from / 4 % 2], vf_set(zero_weight(s, from, count)), acc[m]);
                 }
             }
         }

@@ -3,13 +3,16 @@
 
 /* ---- one group of 16 outputs for MT rows: tile[m][16] ---- */
 INLINE int32_t word(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return x; }
-/* What the codes' offset takes from a dot product over the steps [from, from + count) of a block (8 a block), times 2^zero_shift */
+/* What the codes' offset takes from a dot product over the steps [from, from + count) of a block (8 a block), times
+ * 2^zero_shift */
 INLINE int32_t zero_sum(const Blk *s, int from, int count) { return count == 8 ? s->i : from ? s->i - s->i0 : s->i0; }
 /* What a minimum is multiplied by: the scale times the sum of activations over these steps */
 INLINE float zero_weight(const Blk *s, int from, int count) {
     return count == 8 ? s->s : s->d * ((float)zero_sum(s, from, count) * -0.0078125f);
 }
-INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : kind == W_Q6K ? 2 : 0; } /* of offsets 8, 16, 32; 128 */
+INLINE int zero_shift(int kind) {
+    return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : kind == W_Q6K ? 2 : 0;
+} /* of offsets 8, 16, 32; 128 */
 #if ISA_AVX512
 #include "tile_avx512.h"
 #if ISA_AMX
@@ -24,7 +27,8 @@ INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : k
 #endif
 
 /* ---- dense weights [n, k]: lanes run along k, then one fixed tree ---- */
-INLINE void dense_rows(int dtype, const Weight *w, int n0, const QActs *a, int m0, int MT, vf *sums /* [MT][16], rows n0..n0+3 */) {
+INLINE void dense_rows(int dtype, const Weight *w, int n0, const QActs *a, int m0, int MT,
+                       vf *sums /* [MT][16], rows n0..n0+3 */) {
     vf acc[4][2];
     const int64_t k = w->k, whole = k & ~INT64_C(15);
     for (int r = 0; r < 4; r++) for (int m = 0; m < MT; m++) acc[r][m] = vf_set(0.0f);
@@ -43,7 +47,8 @@ INLINE void dense_rows(int dtype, const Weight *w, int n0, const QActs *a, int m
             float t[LANES] = {0};
             for (int64_t i = whole; i < k; i++) t[i - whole] = one_any(w->data, n * k + i, dtype);
             for (int m = 0; m < MT; m++)
-                acc[r][m] = vf_fma(vf_load(t), vf_load_n(a->x + (int64_t)(m0 + m) * a->ldx + whole, (int)(k - whole)), acc[r][m]);
+                acc[r][m] = vf_fma(vf_load(t), vf_load_n(a->x + (int64_t)(m0 + m) * a->ldx + whole, (int)(k - whole)),
+                                   acc[r][m]);
         }
     for (int m = 0; m < MT; m++) for (int r = 0; r < 4; r++) sums[LANES * m + (n0 & 15) + r] = acc[r][m];
 }

@@ -26,7 +26,8 @@
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline, unused))
 #define SHARED static __attribute__((unused)) /* a header's function that some of the units do not call */
-#define UNROLL _Pragma("GCC unroll 16") /* before a loop of known, short length: sums in arrays then stay in registers */
+#define UNROLL                                                                                                         \
+    _Pragma("GCC unroll 16") /* before a loop of known, short length: sums in arrays then stay in registers */
 
 enum { DT_F32 = 0, DT_F16 = 1, DT_BF16 = 2, DT_I8 = 3 }; /* DT_I8: of keys and values only, whose factors lie apart */
 
@@ -75,7 +76,9 @@ INLINE vf vf_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 INLINE void vf_store_half(uint16_t *p, vf a) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, 0)); }
-INLINE void vf_store_i8(int8_t *p, vf a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
+INLINE void vf_store_i8(int8_t *p, vf a) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+}
 INLINE vi vf_bits(vf a) { return _mm512_castps_si512(a); }
 INLINE vf vi_float(vi a) { return _mm512_castsi512_ps(a); }
 INLINE vi vf_int(vf a) { return _mm512_cvtps_epi32(a); }
@@ -89,8 +92,12 @@ INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
 INLINE vi vi_min_unsigned(vi a, vi b) { return _mm512_min_epu32(a, b); }
-INLINE vi vi_pairs(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)); } /* a lane: two of 16 bits */
-INLINE vi vi_dot2(vi sum, vi pairs, int32_t x) { return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(x)); } /* x: another two */
+INLINE vi vi_pairs(const int8_t *p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+} /* a lane: two of 16 bits */
+INLINE vi vi_dot2(vi sum, vi pairs, int32_t x) {
+    return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(x));
+} /* x: another two */
 #define vi_shl(a, n) _mm512_slli_epi32(a, n)
 #define vi_shr(a, n) _mm512_srli_epi32(a, n)
 INLINE float vf_sum(vf a) { /* ((0+8)+(4+12))... : the same tree on every call */
@@ -101,7 +108,9 @@ INLINE float vf_sum(vf a) { /* ((0+8)+(4+12))... : the same tree on every call *
 }
 INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE int vf_any_ge(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ) != 0; }
-INLINE vf vf_pick_lt(vf a, vf b, vf yes, vf no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
+INLINE vf vf_pick_lt(vf a, vf b, vf yes, vf no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
 /* lane i of the answer is the sum of the lanes of v[i] */
 INLINE vf vf_sum16(const vf *v) {
     vf a[8], b[4], c[2];
@@ -111,7 +120,8 @@ INLINE vf vf_sum16(const vf *v) {
         b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 4]), _mm512_unpackhi_ps(a[i], a[i + 4]));
     /* b[i] lanes in each piece: i, i+4, i+8, i+12 -> sums over the four pieces are left */
     for (int i = 0; i < 2; i++)
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x44), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xEE));
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x44),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xEE));
     vf d = _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
     /* pieces of d: v0.. group 0,1,2,3, each with lanes (i, i+4, i+8, i+12) -> transpose 4x4 */
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -135,7 +145,10 @@ INLINE vf vf_add(vf x, vf y) { vf r = {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.
 INLINE vf vf_sub(vf x, vf y) { vf r = {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; return r; }
 INLINE vf vf_mul(vf x, vf y) { vf r = {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; return r; }
 INLINE vf vf_div(vf x, vf y) { vf r = {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; return r; }
-INLINE vf vf_fma(vf x, vf y, vf z) { vf r = {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; return r; }
+INLINE vf vf_fma(vf x, vf y, vf z) {
+    vf r = {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+    return r;
+}
 INLINE vf vf_max(vf x, vf y) { vf r = {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; return r; }
 INLINE vf vf_min(vf x, vf y) { vf r = {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; return r; }
 INLINE vf vf_abs(vf x) {
@@ -144,16 +157,19 @@ INLINE vf vf_abs(vf x) {
 }
 INLINE vf vf_round(vf x) { vf r = {_mm256_round_ps(x.a, 0), _mm256_round_ps(x.b, 0)}; return r; }
 INLINE vf vf_half(const uint16_t *p) {
-    vf r = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+    vf r = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
     return r;
 }
 INLINE vf vf_bf16(const uint16_t *p) {
-    vf r = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8))), 16))};
+    vf r = {
+        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16)),
+        _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8))), 16))};
     return r;
 }
 INLINE void vf_store_half(uint16_t *p, vf x) {
-    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, 0)); _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.b, 0));
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, 0));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.b, 0));
 }
 INLINE void vf_store_i8(int8_t *p, vf x) {
     __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); /* a0-3 b0-3 | a4-7 b4-7 */
@@ -176,12 +192,14 @@ INLINE vi vi_or(vi x, vi y) { vi r = {_mm256_or_si256(x.a, y.a), _mm256_or_si256
 INLINE vi vi_xor(vi x, vi y) { vi r = {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; return r; }
 INLINE vi vi_min_unsigned(vi x, vi y) { vi r = {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; return r; }
 INLINE vi vi_pairs(const int8_t *p) {
-    vi r = {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p + 16)))};
+    vi r = {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)),
+            _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p + 16)))};
     return r;
 }
 INLINE vi vi_dot2(vi sum, vi pairs, int32_t x) {
     const __m256i y = _mm256_set1_epi32(x);
-    vi r = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, y)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, y))};
+    vi r = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(pairs.a, y)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(pairs.b, y))};
     return r;
 }
 INLINE vi vi_shl(vi x, int n) { vi r = {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; return r; }
@@ -199,10 +217,12 @@ INLINE float vf_hmax(vf x) {
     return _mm_cvtss_f32(_mm_max_ss(t, _mm_movehdup_ps(t)));
 }
 INLINE int vf_any_ge(vf x, vf y) {
-    return (_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)) | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))) != 0;
+    return (_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)) |
+            _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))) != 0;
 }
 INLINE vf vf_pick_lt(vf x, vf y, vf yes, vf no) {
-    vf r = {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+    vf r = {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+            _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
     return r;
 }
 INLINE __m256 m256_sum8(const vf *v) {
@@ -227,9 +247,15 @@ INLINE vf vf_sub(vf a, vf b) { return a - b; }
 INLINE vf vf_mul(vf a, vf b) { return a * b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 #if defined(__aarch64__)
-INLINE vf vf_fma(vf a, vf b, vf c) { vf r; for (int i = 0; i < 16; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]); return r; }
+INLINE vf vf_fma(vf a, vf b, vf c) {
+    vf r;
+    for (int i = 0; i < 16; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return r;
+}
 #else
-INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; } /* two roundings: without the instruction a fused one is slow */
+INLINE vf vf_fma(vf a, vf b, vf c) {
+    return a * b + c;
+} /* two roundings: without the instruction a fused one is slow */
 #endif
 INLINE vf vf_pick(vi m, vf a, vf b) { return (vf)((m & (vi)a) | (~m & (vi)b)); }
 INLINE vf vf_pick_lt(vf a, vf b, vf yes, vf no) { return vf_pick(a < b, yes, no); }
@@ -238,11 +264,21 @@ INLINE vf vf_min(vf a, vf b) { return vf_pick(a < b, a, b); }
 INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 INLINE vf vf_round(vf a) { const vf big = vf_set(12582912.0f); return (a + big) - big; } /* |a| < 2^22 */
 #if defined(__aarch64__)
-INLINE vf vf_half(const uint16_t *p) { __fp16 h[16]; vf r; memcpy(h, p, 32); for (int i = 0; i < 16; i++) r[i] = h[i]; return r; }
+INLINE vf vf_half(const uint16_t *p) {
+    __fp16 h[16];
+    vf r;
+    memcpy(h, p, 32);
+    for (int i = 0; i < 16; i++) r[i] = h[i];
+    return r;
+}
 #else
 INLINE vf vf_half(const uint16_t *p) { vf r; for (int i = 0; i < 16; i++) r[i] = half_float(p[i]); return r; }
 #endif
-INLINE vf vf_bf16(const uint16_t *p) { vi r; for (int i = 0; i < 16; i++) r[i] = (int32_t)((uint32_t)p[i] << 16); return (vf)r; }
+INLINE vf vf_bf16(const uint16_t *p) {
+    vi r;
+    for (int i = 0; i < 16; i++) r[i] = (int32_t)((uint32_t)p[i] << 16);
+    return (vf)r;
+}
 INLINE void vf_store_half(uint16_t *p, vf a) { for (int i = 0; i < 16; i++) p[i] = float_half(a[i]); }
 INLINE vi vf_bits(vf a) { return (vi)a; }
 INLINE vf vi_float(vi a) { return (vf)a; }
@@ -274,7 +310,12 @@ INLINE float vf_sum(vf a) {
     return s[0];
 }
 INLINE float vf_hmax(vf a) { float m = a[0]; for (int i = 1; i < 16; i++) if (a[i] > m) m = a[i]; return m; }
-INLINE int vf_any_ge(vf a, vf b) { vi m = a >= b; int any = 0; for (int i = 0; i < 16; i++) any |= m[i]; return any != 0; }
+INLINE int vf_any_ge(vf a, vf b) {
+    vi m = a >= b;
+    int any = 0;
+    for (int i = 0; i < 16; i++) any |= m[i];
+    return any != 0;
+}
 INLINE vf vf_sum16(const vf *v) { vf r; for (int i = 0; i < 16; i++) r[i] = vf_sum(v[i]); return r; }
 #endif
 
@@ -339,7 +380,8 @@ INLINE vf vf_exp(vf x) {
 #if ISA_AVX512
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, lo, _CMP_GE_OQ), p);
 #elif ISA_AVX2
-    vf z = {_mm256_and_ps(p.a, _mm256_cmp_ps(x.a, lo.a, _CMP_GE_OQ)), _mm256_and_ps(p.b, _mm256_cmp_ps(x.b, lo.b, _CMP_GE_OQ))};
+    vf z = {_mm256_and_ps(p.a, _mm256_cmp_ps(x.a, lo.a, _CMP_GE_OQ)),
+            _mm256_and_ps(p.b, _mm256_cmp_ps(x.b, lo.b, _CMP_GE_OQ))};
     return z;
 #else
     return (vf)((x >= lo) & (vi)p);
@@ -351,7 +393,8 @@ INLINE vf vf_log(vf x) {
     vi e = vi_sub(vi_shr(b, 23), vi_set(126));
     vf m = vi_float(vi_or(vi_and(b, vi_set(0x007fffff)), vi_set(0x3f000000))); /* [0.5, 1) */
     /* below sqrt(1/2): m *= 2, e -= 1 */
-    vi small = vi_sub(vi_set(0), vi_shr(vi_sub(vf_bits(m), vi_set(0x3f3504f3)), 31)); /* all ones where m < 0.70710678 */
+    vi small =
+        vi_sub(vi_set(0), vi_shr(vi_sub(vf_bits(m), vi_set(0x3f3504f3)), 31)); /* all ones where m < 0.70710678 */
     vf fe = vi_to_float(vi_add(e, small));
     m = vf_add(m, vi_float(vi_and(vf_bits(m), small)));
     vf f = vf_sub(m, vf_set(1.0f)), z = vf_mul(f, f);
