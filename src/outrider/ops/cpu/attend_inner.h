@@ -123,4 +123,14 @@ INLINE void mix_some_pairs(int count, const uint32_t *const *w, const uint32_t *
     int d = 0;
     switch (count) { MIX_PAIRS(1) MIX_PAIRS(2) MIX_PAIRS(3) MIX_PAIRS(4) MIX_PAIRS(5) MIX_PAIRS(6) }
 }
+#else /* no processor of this level has them (`paired`) */
+INLINE void score_some_pairs(int count, const uint32_t *const *x, const uint32_t *keys, int dim, vf scale,
+                             float *const *out, const char *ahead, const char *beside) {
+    (void)count, (void)x, (void)keys, (void)dim, (void)scale, (void)out, (void)ahead, (void)beside;
+}
+INLINE void mix_some_pairs(int count, const uint32_t *const *w, const uint32_t *values, const int64_t *row, int dim,
+                           int p0, int p1, uint32_t first, uint32_t last, float *const *out, int more) {
+    (void)count, (void)w, (void)values, (void)row, (void)dim, (void)p0, (void)p1, (void)first, (void)last;
+    (void)out, (void)more;
+}
 #endif

@@ -50,222 +50,311 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
     }
 }
 
-/* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum,
- * sum, values]. */
+/* The queries of a unit of work over one chunk of keys, and the room for what is computed of them. */
+typedef struct {
+    const Spec *s;
+    const Batch *b;
+    RowBlock rows;
+    int head, first_query, queries; /* of a K/V head, head by head and row by row */
+    int64_t base;                   /* position of the chunk's first key */
+    int whole;                      /* pages hold whole tiles */
+    int from, to;                   /* the keys of the chunk that any query on the main line sees; to < 0: none */
+    int lo[MAX_QUERIES], hi[MAX_QUERIES]; /* visible keys of each query */
+    int line[MAX_QUERIES], lines;         /* queries that read the cache as it lies */
+    int off[MAX_QUERIES], offs;           /* queries of rows off the main line */
+    uint8_t away[MAX_QUERIES];            /* of each query: whether it is one of those */
+    int tail;                             /* where the tiles begin that are assembled for those */
+    const float *x[MAX_QUERIES];
+    const uint32_t *pairs[MAX_QUERIES]; /* the same in pairs of bfloat16, in the room of `tile` */
+    int64_t at[CHUNK / LANES];          /* where the cache's tiles begin, in elements */
+    float *scores;                      /* [MAX_QUERIES][CHUNK] */
+    float *tile, *own;                  /* [16][wide] each: keys or values in float32; an assembled tile */
+} ChunkQueries;
+
+INLINE int query_row(const ChunkQueries *c, int i) { return (c->first_query + i) % c->rows.count; }
+INLINE float *query_scores(const ChunkQueries *c, int i) { return c->scores + (int64_t)i * CHUNK; }
+
+/* What each query sees of the chunk. */
+INLINE void chunk_queries(ChunkQueries *c, int dim, const float *q, int64_t ldq) {
+    const Spec *s = c->s;
+    const Batch *b = c->b;
+    const RowBlock r = c->rows;
+    const int per = s->heads / s->kv_heads;
+    int row = c->first_query % r.count, head = c->first_query / r.count;
+    c->from = CHUNK;
+    c->to = -1;
+    c->tail = CHUNK;
+    c->lines = 0;
+    c->offs = 0;
+    for (int i = 0; i < c->queries; i++) {
+        const int64_t last = last_key(s, b, r.seq, r.row + row) - c->base;
+        const int64_t first = first_key(s, b->positions[r.row + row]) - c->base;
+        const int64_t leaves = off_line(b, r.seq, r.row + row) - c->base;
+        c->lo[i] = first > 0 ? (int)(first < CHUNK ? first : CHUNK) : 0;
+        c->hi[i] = last < CHUNK - 1 ? (int)(last < -1 ? -1 : last) : CHUNK - 1;
+        int seen = c->hi[i];
+        c->away[i] = c->lo[i] <= c->hi[i] && leaves <= c->hi[i];
+        if (c->away[i]) {
+            c->off[c->offs++] = i;
+            c->tail = leaves > 0 ? (int)leaves & -LANES : 0;
+            seen = c->tail - 1;
+        } else c->line[c->lines++] = i;
+        if (c->lo[i] <= seen) {
+            c->from = c->lo[i] < c->from ? c->lo[i] : c->from;
+            c->to = seen > c->to ? seen : c->to;
+        }
+        c->x[i] = q + (int64_t)(r.row + row) * ldq + (int64_t)(c->head * per + head) * dim;
+        if (++row == r.count) {
+            row = 0;
+            head++;
+        }
+    }
+    for (int k = c->from & -LANES; c->whole && k <= c->to; k += LANES)
+        c->at[k / LANES] = kv_offset(s, b, r.seq, c->base + k, c->head);
+}
+
+/* A row of the cache for key k; outside of from..to a neighbour's, which is finite: its weight is 0. */
+INLINE int64_t finite_row(const ChunkQueries *c, int k) {
+    const int seen = k < c->from ? c->from : k > c->to ? c->to : k;
+    return kv_offset(c->s, c->b, c->rows.seq, c->base + seen, c->head);
+}
+
+/* Scores of the keys that lie on the main line, for all queries. */
+INLINE void score_line(ChunkQueries *c, int dtype, int dim, int pairs) {
+    const Spec *s = c->s;
+    const void *keys = c->b->keys[s->kv_layer], *values = c->b->values[s->kv_layer];
+    const vf scale = vf_set(s->scale);
+    const int direct = c->whole && (DIRECT || c->queries <= SCORED), each = even_share(c->queries, SCORED);
+    const int64_t newest = last_key(s, c->b, c->rows.seq, c->rows.row + c->rows.count - 1);
+    for (int k = c->from & -LANES; k <= c->to; k += LANES) {
+        const int64_t here = c->whole ? c->at[k / LANES] : 0;
+        const char *ahead = NULL, *beside = NULL; /* fetched while this tile is scored: keys to come, and its values */
+        if (c->whole) { /* the cache is larger than the caches, its pages lie anywhere */
+            const int soon = k + AHEAD; /* its place in the next chunk, which mostly follows at once */
+            int64_t next = here;
+            if (soon <= c->to) next = c->at[soon / LANES];
+            else if (soon >= CHUNK && c->base + soon <= newest)
+                next = kv_offset(s, c->b, c->rows.seq, c->base + soon, c->head);
+            if (pairs) {
+                ahead = (const char *)keys + next * 2;
+                beside = (const char *)values + here * 2;
+            } else {
+                fetch_tile(keys, next, dim, dtype);
+                fetch_tile(values, here, dim, dtype);
+            }
+        }
+        if (!c->whole) {
+            for (int i = 0; i < LANES; i++) {
+                const int64_t row = finite_row(c, k + i);
+                for (int d = 0; d < dim; d++) c->tile[d * LANES + i] = one_any(keys, row + d, dtype);
+            }
+        } else if (!direct) {
+            for (int d = 0; d < dim; d++) vf_store(c->tile + d * LANES, vf_any(keys, here + (int64_t)d * LANES, dtype));
+        }
+        const vf by = dtype == DT_I8 ? vf_mul(scale, tile_factors(keys, here, dim)) : scale;
+        for (int i = 0; i < c->queries; i += each) {
+            const int count = c->queries - i < each ? c->queries - i : each;
+            float *out[SCORED];
+            for (int j = 0; j < count; j++) out[j] = query_scores(c, i + j) + k;
+            if (pairs)
+                score_some_pairs(count, c->pairs + i, (const uint32_t *)keys + here / 2, dim, scale, out,
+                                 i ? NULL : ahead, beside);
+            else if (direct) score_some(count, c->x + i, keys, here, dtype, dim, by, out);
+            else score_some(count, c->x + i, c->tile, 0, DT_F32, dim, by, out);
+        }
+    }
+}
+
+/* Sorts the queries off the main line by row: a tile serves all heads of a row. */
+INLINE void sort_off_line(ChunkQueries *c) {
+    for (int i = 1; i < c->offs; i++)
+        for (int j = i; j > 0 && query_row(c, c->off[j]) < query_row(c, c->off[j - 1]); j--) {
+            const int query = c->off[j];
+            c->off[j] = c->off[j - 1];
+            c->off[j - 1] = query;
+        }
+}
+/* How many of them from the i-th on are of one row, at most `most`. */
+INLINE int of_one_row(const ChunkQueries *c, int i, int most) {
+    const int row = query_row(c, c->off[i]);
+    int count = 1;
+    while (count < most && i + count < c->offs && query_row(c, c->off[i + count]) == row) count++;
+    return count;
+}
+
+/* Scores of the keys that rows off the main line see in tiles of their own. */
+INLINE void score_off_line(ChunkQueries *c, int dtype, int dim, int pairs) {
+    const vf scale = vf_set(c->s->scale);
+    for (int i = 0, count; i < c->offs; i += count) {
+        const int query = c->off[i], row = query_row(c, query), first = c->lo[query] & -LANES;
+        count = of_one_row(c, i, MIXED < SCORED ? MIXED : SCORED);
+        for (int k = c->tail > first ? c->tail : first; k <= c->hi[query]; k += LANES) {
+            float *out[MIXED];
+            const float *x[MIXED];
+            const uint32_t *x_pairs[MIXED];
+            for (int j = 0; j < count; j++) {
+                out[j] = query_scores(c, c->off[i + j]) + k;
+                x[j] = c->x[c->off[i + j]];
+                if (pairs) x_pairs[j] = c->pairs[c->off[i + j]];
+            }
+            own_tile(c->s, c->b, c->rows.seq, c->rows.row + row, c->head, c->base + k, 0, c->own);
+            if (pairs) {
+                score_some_pairs(count, x_pairs, (const uint32_t *)c->own, dim, scale, out, NULL, NULL);
+                continue;
+            }
+            const vf by = dtype == DT_I8 ? vf_mul(scale, tile_factors(c->own, 0, dim)) : scale;
+            score_some(count, x, c->own, 0, c->whole ? dtype : DT_F32, dim, by, out);
+        }
+    }
+}
+
+/* Scores become weights: part[query][maximum, sum]. Maxima of all queries first, then all exponentials: each query's
+ * chain of dependent steps overlaps the next one's. */
+INLINE void weigh(ChunkQueries *c, int dtype, int dim, int pairs, float *part, int64_t part_step) {
+    static const float steps[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const void *values = c->b->values[c->s->kv_layer];
+    const vf none = vf_set(-INFINITY), lane = vf_load(steps);
+    const int weights = pairs ? DT_BF16 : DT_F32; /* what is added up is what is multiplied */
+    for (int i = 0; i < c->queries; i++) {
+        float *p = part + (int64_t)i * part_step, *z = query_scores(c, i);
+        p[0] = -INFINITY;
+        if (c->lo[i] > c->hi[i]) continue;
+        vf top = none;
+        const int first = c->lo[i] & -LANES, last = c->hi[i] & -LANES;
+        if (c->lo[i] > first)
+            vf_store(z + first, vf_pick_lt(lane, vf_set((float)(c->lo[i] - first)), none, vf_load(z + first)));
+        if (c->hi[i] < last + LANES - 1) /* keys out of sight, perhaps of slots never written */
+            vf_store(z + last, vf_pick_lt(lane, vf_set((float)(c->hi[i] - last + 1)), vf_load(z + last), none));
+        for (int k = first; k <= last; k += LANES) top = vf_max(top, vf_load(z + k));
+        p[0] = vf_hmax(top);
+    }
+    for (int i = 0; i < c->queries; i++) {
+        float *p = part + (int64_t)i * part_step, *z = query_scores(c, i);
+        const vf top = vf_set(p[0]);
+        vf sum = vf_set(0.0f);
+        const int first = c->lo[i] & -LANES, last = c->hi[i] & -LANES;
+        for (int k = c->from & -LANES; k < first; k += LANES) vf_store_any(z, k, vf_set(0.0f), weights);
+        for (int k = first; k <= last; k += LANES) {
+            vf e = vf_exp(vf_sub(vf_load(z + k), top));
+            if (pairs) {
+                vf_store_any(z, k, e, weights);
+                e = vf_any(z, k, weights);
+            }
+            sum = vf_add(sum, e);
+            if (dtype == DT_I8 && !(c->away[i] && k >= c->tail))
+                e = vf_mul(e, tile_factors(values, c->at[k / LANES], dim));
+            if (!pairs) vf_store(z + k, e);
+        }
+        for (int k = last + LANES; k <= c->to; k += LANES) vf_store_any(z, k, vf_set(0.0f), weights);
+        p[1] = vf_sum(sum);
+    }
+}
+
+/* Weights and sums of `count` queries of a list. */
+INLINE void weights_and_sums(const ChunkQueries *c, const int *queries, int count, float *part, int64_t part_step,
+                             const float **w, float **out) {
+    for (int j = 0; j < count; j++) {
+        w[j] = query_scores(c, queries[j]);
+        out[j] = part + (int64_t)queries[j] * part_step + LANES;
+    }
+}
+
+/* Weighted sums of the values on the main line. rows: values are read where they lie. */
+INLINE void mix_line(ChunkQueries *c, int dtype, int dim, int pairs, int rows, float *part, int64_t part_step) {
+    static const int64_t zero = 0;
+    const void *values = c->b->values[c->s->kv_layer];
+    const int wide = padded(dim), from = c->from, to = c->to;
+    const int together = c->lines ? even_share(c->lines, MIXED) : 1;
+    const float *w[MIXED];
+    float *out[MIXED];
+    for (int k = from & -LANES; !rows && k <= to; k += LANES) {
+        for (int i = 0; i < LANES; i++) {
+            const int64_t row = finite_row(c, k + i);
+            for (int d = 0; d < wide; d += LANES)
+                vf_store(c->tile + (int64_t)i * wide + d, load_piece(values, row, d, dim, dtype));
+        }
+        for (int i = 0; i < c->lines; i += together) {
+            const int count = c->lines - i < together ? c->lines - i : together;
+            weights_and_sums(c, c->line + i, count, part, part_step, w, out);
+            for (int j = 0; j < count; j++) w[j] += k;
+            mix_some(count, w, c->tile, &zero, wide, DT_F32, 0, LANES, out, k > (from & -LANES));
+        }
+    }
+    for (int i = 0; i < c->lines && (rows || to < 0); i += together) {
+        const int count = c->lines - i < together ? c->lines - i : together;
+        weights_and_sums(c, c->line + i, count, part, part_step, w, out);
+        if (pairs) {
+            const uint32_t front = from & 1 ? 0xffff0000u : ~0u, back = to & 1 ? ~0u : 0xffffu;
+            mix_some_pairs(count, (const uint32_t *const *)w, values, c->at, dim, from / 2, to / 2 + (to >= 0), front,
+                           back, out, 0);
+        } else mix_some(count, w, values, c->at, wide, dtype, from, to + 1, out, 0);
+    }
+}
+
+/* The same for queries off the main line: the tiles that all share, then their own. */
+INLINE void mix_off_line(ChunkQueries *c, int dtype, int dim, int pairs, int rows, float *part, int64_t part_step) {
+    static const int64_t nowhere[CHUNK / LANES] = {0};
+    const void *values = c->b->values[c->s->kv_layer];
+    const int wide = padded(dim), tail = c->tail;
+    for (int i = 0, count; i < c->offs; i += count) {
+        const int query = c->off[i], row = query_row(c, query);
+        const int first = c->lo[query] & -LANES, shared = rows && first < tail;
+        const float *w[MIXED];
+        float *out[MIXED];
+        count = of_one_row(c, i, MIXED);
+        weights_and_sums(c, c->off + i, count, part, part_step, w, out);
+        const uint32_t *const *w_pairs = (const uint32_t *const *)w;
+        if (shared && pairs)
+            mix_some_pairs(count, w_pairs, values, c->at, dim, first / 2, tail / 2, ~0u, ~0u, out, 0);
+        if (shared && !pairs) mix_some(count, w, values, c->at, wide, dtype, c->lo[query], tail, out, 0);
+        for (int k = shared ? tail : first; k <= c->hi[query]; k += LANES) {
+            const int more = shared || k > first;
+            own_tile(c->s, c->b, c->rows.seq, c->rows.row + row, c->head, c->base + k, 1, c->own);
+            for (int j = 0; dtype == DT_I8 && j < count; j++)
+                vf_store((float *)w[j] + k, vf_mul(vf_load(w[j] + k), tile_factors(c->own, 0, dim)));
+            if (pairs)
+                mix_some_pairs(count, w_pairs, (const uint32_t *)c->own, nowhere, dim, k / 2, k / 2 + 8, ~0u, ~0u, out,
+                               more);
+            else if (rows) mix_some(count, w, c->own, nowhere, wide, dtype, k, k + LANES, out, more);
+            if (!rows) {
+                const float *here[MIXED];
+                for (int j = 0; j < count; j++) here[j] = w[j] + k;
+                mix_some(count, here, c->own, nowhere, wide, DT_F32, 0, LANES, out, more);
+            }
+        }
+    }
+}
+
+/* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head:
+ * part[query][maximum, sum, values]. dtype, dim and pairs are constants of a layout. */
 INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Batch *b, RowBlock r, int head, int q0,
                          int q1, int chunk, const float *q, int64_t ldq, float *part, int64_t part_step,
                          float *scratch) {
-    const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim), base = chunk * CHUNK;
-    const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
-    float *scores = scratch, *tile = scratch + (int64_t)MAX_QUERIES * CHUNK, *own = tile + (int64_t)LANES * wide;
-    const float *x[MAX_QUERIES];
-    int lo[MAX_QUERIES], hi[MAX_QUERIES], from = CHUNK, to = -1; /* visible keys of each query within the chunk */
-    int line[MAX_QUERIES], nl = 0, off[MAX_QUERIES],
-                           no = 0; /* queries that read the cache as it lies, and those of rows off the main line */
-    uint8_t away[MAX_QUERIES] = {0};
-    int tail = CHUNK; /* where the tiles begin that are put together for these */
-    for (int i = 0, row = q0 % r.count, h = q0 / r.count; i < nq; i++) {
-        const int64_t last = last_key(s, b, r.seq, r.row + row) - base,
-                      first = first_key(s, b->positions[r.row + row]) - base;
-        lo[i] = first > 0 ? (int)(first < CHUNK ? first : CHUNK) : 0;
-        hi[i] = last < CHUNK - 1 ? (int)(last < -1 ? -1 : last) : CHUNK - 1;
-        int seen = hi[i];
-        const int64_t leaves = off_line(b, r.seq, r.row + row) - base;
-        if (lo[i] <= hi[i] && leaves <= hi[i]) {
-            off[no++] = i;
-            away[i] = 1;
-            tail = leaves > 0 ? (int)leaves & -LANES : 0;
-            seen = tail - 1;
-        } else line[nl++] = i;
-        if (lo[i] <= seen) { from = lo[i] < from ? lo[i] : from; to = seen > to ? seen : to; }
-        x[i] = q + (int64_t)(r.row + row) * ldq + (int64_t)(head * per + h) * dim;
-        if (++row == r.count) row = 0, h++;
+    ChunkQueries c;
+    c.s = s;
+    c.b = b;
+    c.rows = r;
+    c.head = head;
+    c.first_query = q0;
+    c.queries = q1 - q0;
+    c.base = (int64_t)chunk * CHUNK;
+    c.whole = tiled(b);
+    c.scores = scratch;
+    c.tile = scratch + (int64_t)MAX_QUERIES * CHUNK;
+    c.own = c.tile + (int64_t)LANES * padded(dim);
+    chunk_queries(&c, dim, q, ldq);
+    for (int i = 0; pairs && i < c.queries; i++) {
+        uint16_t *half = (uint16_t *)c.tile + (int64_t)i * dim;
+        for (int d = 0; d < dim; d += LANES) vf_store_any(half, d, vf_load(c.x[i] + d), DT_BF16);
+        c.pairs[i] = (const uint32_t *)half;
     }
-    static const float steps[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vf none = vf_set(-INFINITY), scale = vf_set(s->scale), lane = vf_load(steps);
-    const int whole = tiled(b), direct = whole && (DIRECT || nq <= SCORED), each = even_share(nq, SCORED);
-    int64_t at[CHUNK / LANES]; /* where tiles begin, in elements */
-    for (int c = from & -LANES; whole && c <= to; c += LANES) at[c / LANES] = kv_offset(s, b, r.seq, base + c, head);
-#if ISA_BF16
-    const uint32_t *xs[MAX_QUERIES]; /* queries as pairs, in the room of `tile` */
-    for (int i = 0; pairs && i < nq; i++) {
-        uint16_t *half = (uint16_t *)tile + (int64_t)i * dim;
-        for (int d = 0; d < dim; d += LANES) vf_store_bf16(half + d, vf_load(x[i] + d));
-        xs[i] = (const uint32_t *)half;
-    }
-#endif
-    const int64_t newest = last_key(s, b, r.seq, r.row + r.count - 1);
-    for (int c = from & -LANES; c <= to; c += LANES) {
-        const char *ahead = NULL,
-                   *beside = NULL; /* what shall be fetched while this tile is scored: keys to come, and its values */
-        (void)ahead;
-        (void)beside;
-        if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
-            const int soon = c + AHEAD; /* its place in the next chunk, which mostly follows at once */
-            const int64_t next = soon <= to                               ? at[soon / LANES]
-                                 : soon >= CHUNK && base + soon <= newest ? kv_offset(s, b, r.seq, base + soon, head)
-                                                                          : at[c / LANES];
-            if (pairs) ahead = (const char *)keys + next * 2, beside = (const char *)values + at[c / LANES] * 2;
-            else {
-                fetch_tile(keys, next, dim, dtype);
-                fetch_tile(values, at[c / LANES], dim, dtype);
-            }
-        }
-        if (!whole) {
-            for (int i = 0; i < LANES; i++) { /* outside from..to is a neighbour that is finite: its weight is 0 */
-                const int64_t row = kv_offset(s, b, r.seq,
-                                              base + (c + i < from ? from
-                                                      : c + i > to ? to
-                                                                   : c + i),
-                                              head);
-                for (int d = 0; d < dim; d++) tile[d * LANES + i] = one_any(keys, row + d, dtype);
-            }
-        } else if (!direct) {
-            for (int d = 0; d < dim; d++)
-                vf_store(tile + d * LANES, vf_any(keys, at[c / LANES] + (int64_t)d * LANES, dtype));
-        }
-        const vf by = dtype == DT_I8 ? vf_mul(scale, tile_factors(keys, at[c / LANES], dim)) : scale;
-        for (int i = 0; i < nq; i += each) {
-            const int count = nq - i < each ? nq - i : each;
-            float *out[SCORED];
-            for (int j = 0; j < count; j++) out[j] = scores + (int64_t)(i + j) * CHUNK + c;
-#if ISA_BF16
-            if (pairs) {
-                score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out,
-                                 i ? NULL : ahead, beside);
-                continue;
-            }
-#endif
-            if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, by, out);
-            else score_some(count, x + i, tile, 0, DT_F32, dim, by, out);
-        }
-    }
-    for (int i = 1; i < no; i++) /* row by row: a tile serves all heads of a row */
-        for (int j = i; j > 0 && (q0 + off[j]) % r.count < (q0 + off[j - 1]) % r.count; j--) {
-            const int k = off[j];
-            off[j] = off[j - 1];
-            off[j - 1] = k;
-        }
-    for (int i = 0, count; i < no; i += count) {
-        const int row = (q0 + off[i]) % r.count, first = lo[off[i]] & -LANES;
-        for (count = 1; count < MIXED && count < SCORED && i + count < no && (q0 + off[i + count]) % r.count == row;)
-            count++;
-        for (int c = tail > first ? tail : first; c <= hi[off[i]]; c += LANES) {
-            float *out[MIXED];
-            const float *xo[MIXED];
-            for (int j = 0; j < count; j++) out[j] = scores + (int64_t)off[i + j] * CHUNK + c, xo[j] = x[off[i + j]];
-            own_tile(s, b, r.seq, r.row + row, head, base + c, 0, own);
-#if ISA_BF16
-            const uint32_t *xp[MIXED];
-            for (int j = 0; pairs && j < count; j++) xp[j] = xs[off[i + j]];
-            if (pairs) { score_some_pairs(count, xp, (const uint32_t *)own, dim, scale, out, NULL, NULL); continue; }
-#endif
-            score_some(count, xo, own, 0, whole ? dtype : DT_F32, dim,
-                       dtype == DT_I8 ? vf_mul(scale, tile_factors(own, 0, dim)) : scale, out);
-        }
-    }
-    /* maxima of all queries first, then all exponentials: each query's chain of dependent steps overlaps the next one's
-     */
-    for (int i = 0; i < nq; i++) {
-        float *p = part + (int64_t)i * part_step, *z = scores + (int64_t)i * CHUNK;
-        p[0] = -INFINITY;
-        if (lo[i] > hi[i]) continue;
-        vf top = none;
-        const int first = lo[i] & -LANES, last = hi[i] & -LANES;
-        if (lo[i] > first)
-            vf_store(z + first, vf_pick_lt(lane, vf_set((float)(lo[i] - first)), none, vf_load(z + first)));
-        /* keys out of sight, perhaps of slots never written */
-        if (hi[i] < last + LANES - 1)
-            vf_store(z + last, vf_pick_lt(lane, vf_set((float)(hi[i] - last + 1)), vf_load(z + last), none));
-        for (int c = first; c <= last; c += LANES) top = vf_max(top, vf_load(z + c));
-        p[0] = vf_hmax(top);
-    }
-    for (int i = 0; i < nq; i++) {
-        float *p = part + (int64_t)i * part_step, *z = scores + (int64_t)i * CHUNK;
-        const vf top = vf_set(p[0]);
-        vf sum = vf_set(0.0f);
-        const int first = lo[i] & -LANES, last = hi[i] & -LANES;
-        for (int c = from & -LANES; c < first; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
-        for (int c = first; c <= last; c += LANES) {
-            vf e = vf_exp(vf_sub(vf_load(z + c), top));
-#if ISA_BF16
-            if (pairs) { /* what is added up is what is multiplied */
-                vf_store_bf16((uint16_t *)z + c, e);
-                e = vf_bf16((uint16_t *)z + c);
-            }
-#endif
-            sum = vf_add(sum, e);
-            if (dtype == DT_I8 && !(away[i] && c >= tail)) e = vf_mul(e, tile_factors(values, at[c / LANES], dim));
-            if (!pairs) vf_store(z + c, e);
-        }
-        for (int c = last + LANES; c <= to; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
-        p[1] = vf_sum(sum);
-    }
-    const int together = nl ? even_share(nl, MIXED) : 1,
-              rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
-    for (int c = from & -LANES; !rows && c <= to; c += LANES) {
-        for (int i = 0; i < LANES; i++) {
-            const int64_t row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
-            for (int d = 0; d < wide; d += LANES)
-                vf_store(tile + (int64_t)i * wide + d, load_piece(values, row, d, dim, dtype));
-        }
-        for (int i = 0; i < nl; i += together) {
-            const int count = nl - i < together ? nl - i : together;
-            const float *w[MIXED];
-            float *out[MIXED];
-            const int64_t zero = 0;
-            for (int j = 0; j < count; j++)
-                w[j] = scores + (int64_t)line[i + j] * CHUNK + c,
-                out[j] = part + (int64_t)line[i + j] * part_step + LANES;
-            mix_some(count, w, tile, &zero, wide, DT_F32, 0, LANES, out, c > (from & -LANES));
-        }
-    }
-    for (int i = 0; i < nl && (rows || to < 0); i += together) {
-        const int count = nl - i < together ? nl - i : together;
-        const float *w[MIXED];
-        float *out[MIXED];
-        for (int j = 0; j < count; j++)
-            w[j] = scores + (int64_t)line[i + j] * CHUNK, out[j] = part + (int64_t)line[i + j] * part_step + LANES;
-#if ISA_BF16
-        if (pairs) {
-            mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, from / 2, to / 2 + (to >= 0),
-                           from & 1 ? 0xffff0000u : ~0u, to & 1 ? ~0u : 0xffffu, out, 0);
-            continue;
-        }
-#endif
-        mix_some(count, w, values, at, wide, dtype, from, to + 1, out, 0);
-    }
-    static const int64_t nowhere[CHUNK / LANES] = {0};
-    for (int i = 0, count; i < no; i += count) { /* the tiles that all share, then its own */
-        const int row = (q0 + off[i]) % r.count, first = lo[off[i]] & -LANES, shared = rows && first < tail;
-        const float *w[MIXED];
-        float *out[MIXED];
-        for (count = 0; count < MIXED && i + count < no && (q0 + off[i + count]) % r.count == row; count++)
-            w[count] = scores + (int64_t)off[i + count] * CHUNK,
-            out[count] = part + (int64_t)off[i + count] * part_step + LANES;
-#if ISA_BF16
-        if (shared && pairs)
-            mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, first / 2, tail / 2, ~0u, ~0u, out, 0);
-#endif
-        if (shared && !pairs) mix_some(count, w, values, at, wide, dtype, lo[off[i]], tail, out, 0);
-        for (int c = shared ? tail : first; c <= hi[off[i]]; c += LANES) {
-            const int more = shared || c > first;
-            own_tile(s, b, r.seq, r.row + row, head, base + c, 1, own);
-            for (int j = 0; dtype == DT_I8 && j < count; j++)
-                vf_store((float *)w[j] + c, vf_mul(vf_load(w[j] + c), tile_factors(own, 0, dim)));
-#if ISA_BF16
-            if (pairs)
-                mix_some_pairs(count, (const uint32_t *const *)w, (const uint32_t *)own, nowhere, dim, c / 2, c / 2 + 8,
-                               ~0u, ~0u, out, more);
-#endif
-            if (!pairs && rows) mix_some(count, w, own, nowhere, wide, dtype, c, c + LANES, out, more);
-            if (!rows) {
-                const float *here[MIXED];
-                for (int j = 0; j < count; j++) here[j] = w[j] + c;
-                mix_some(count, here, own, nowhere, wide, DT_F32, 0, LANES, out, more);
-            }
-        }
-    }
+    score_line(&c, dtype, dim, pairs);
+    sort_off_line(&c);
+    score_off_line(&c, dtype, dim, pairs);
+    weigh(&c, dtype, dim, pairs, part, part_step);
+    const int rows = c.whole && dim % LANES == 0;
+    mix_line(&c, dtype, dim, pairs, rows, part, part_step);
+    mix_off_line(&c, dtype, dim, pairs, rows, part, part_step);
 }
 void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
                   int64_t ldq, float *part, int64_t part_step, float *scratch) {
