@@ -7,6 +7,7 @@
  * draft of its own cost a copy.
  */
 #pragma once
+#include "arena.h"
 #include "draft.h"
 
 int or_forward(ThreadPool *pool, const Call *call);
@@ -157,24 +158,33 @@ int or_read_slots(ThreadPool *pool, const BlockNet *net, const Unread *u, const 
     int64_t rows = 0, r = 0;
     for (int i = 0; i < count; i++) rows += u->span[2 * slots[i] + 1];
     if (!rows) return 0;
-    char *room = malloc((size_t)rows * (3 * 8 + net->streams * sizeof(float *)));
-    if (!room) return 1;
-    int64_t *positions = (int64_t *)room, *row_seq = positions + rows, *following = row_seq + rows;
-    const float **from = (const float **)(following + rows);
+    Arena arena = {0};
+    int64_t *positions = NEW(&arena, int64_t, rows);
+    int64_t *row_seq = NEW(&arena, int64_t, rows);
+    int64_t *following = NEW(&arena, int64_t, rows);
+    const float **from = NEW(&arena, const float *, rows * net->streams);
+    if (arena.failed) {
+        arena_free(&arena);
+        return 1;
+    }
     for (int i = 0; i < count; i++) {
         const int64_t slot = slots[i], *span = u->span + 2 * slot;
         for (int64_t j = 0; j < span[1]; j++, r++) {
             const float *states = u->states + (slot * u->most + j) * net->fc.k;
-            positions[r] = span[0] + j; row_seq[r] = slot; following[r] = u->following[slot * u->most + j];
+            positions[r] = span[0] + j;
+            row_seq[r] = slot;
+            following[r] = u->following[slot * u->most + j];
             for (int t = 0; t < net->streams; t++)
                 from[r * net->streams + t] = states + (int64_t)t * (net->fc.k / net->streams);
         }
     }
     Batch batch = net->call.batch; /* whole tables, by slot */
-    batch.rows = (int32_t)rows; batch.positions = positions; batch.row_seq = row_seq;
+    batch.rows = (int32_t)rows;
+    batch.positions = positions;
+    batch.row_seq = row_seq;
     const int failed = block_context(pool, net, &batch, from, following);
     for (int i = 0; i < count && !failed; i++) u->span[2 * slots[i] + 1] = 0; /* rows that were not read stay unread */
-    free(room);
+    arena_free(&arena);
     return failed;
 }
 /* ---- choosing ---- */

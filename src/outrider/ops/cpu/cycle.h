@@ -136,7 +136,13 @@ static int choose_best(ThreadPool *pool, const Cycle *c, const float *x, int row
             draw[r] = (Draw){noise_key(c->seed[b], position[r] + 1), c->sampled[b], c->temperature[b]};
             sampled |= c->sampled[b];
         }
-        BestJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, sampled ? draw : NULL, (Best *)(at + acts)};
+        BestJob job = {
+            .c = c,
+            .a = acts_at(at, rows, w->k, x, w->k),
+            .rows = rows,
+            .draw = sampled ? draw : NULL,
+            .best = (Best *)(at + acts),
+        };
         pool_run(pool, best_region, &job);
     }
     pool_end(pool);
@@ -177,7 +183,7 @@ static void take_draft(Cycle *c, int b, int64_t length, const int64_t *drafted, 
 }
 
 /* The MTP drafter's chains. */
-static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
+static int cycle_draft(ThreadPool *pool, Cycle *c, int width, Arena *arena) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
@@ -188,17 +194,26 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     if (!n) return 0;
     Draft d = *c->draft;
     const int T = (d.call.stack->pre.k - 2 * H) / H; /* of the streams, the drafter's own: the first */
-    const size_t floats = (size_t)n * ((1 + T) * H + 2 + steps), longs = (size_t)n * (7 + steps),
-                 doubles = 3 * (size_t)n;
-    char *room = malloc(floats * 4 + longs * 8 + doubles * 8 + (size_t)(n + 1 + 2 * n * width) * 4 + n), *at = room;
-    if (!room) return 1;
-    int64_t *last = (int64_t *)at, *seed = last + n, *guess = seed + n, *lengths = guess + n, *position = lengths + n,
-            *row_seq = position + n, *top_k = row_seq + n, *out = top_k + n;
-    double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n, *top_p = drop + n;
-    float *min_logp = (float *)(top_p + n), *start = min_logp + n, *taps = start + (size_t)n * H,
-          *temperature = taps + (size_t)n * T * H, *sure = temperature + n;
-    int32_t *row_start = (int32_t *)(sure + (size_t)n * steps), *tables = row_start + n + 1;
-    uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
+    int64_t *last = NEW(arena, int64_t, n);
+    int64_t *seed = NEW(arena, int64_t, n);
+    int64_t *guess = NEW(arena, int64_t, n);
+    int64_t *lengths = NEW(arena, int64_t, n);
+    int64_t *position = NEW(arena, int64_t, n);
+    int64_t *row_seq = NEW(arena, int64_t, n);
+    int64_t *top_k = NEW(arena, int64_t, n);
+    int64_t *out = NEW(arena, int64_t, (size_t)n * steps);
+    double *stop = NEW(arena, double, n);
+    double *drop = NEW(arena, double, n);
+    double *top_p = NEW(arena, double, n);
+    float *min_logp = NEW(arena, float, n);
+    float *start = NEW(arena, float, (size_t)n * H);
+    float *taps = NEW(arena, float, (size_t)n * T * H);
+    float *temperature = NEW(arena, float, n);
+    float *sure = NEW(arena, float, (size_t)n * steps);
+    int32_t *row_start = NEW(arena, int32_t, n + 1);
+    int32_t *tables = NEW(arena, int32_t, 2 * (size_t)n * width);
+    uint8_t *sampled = NEW(arena, uint8_t, n);
+    if (arena->failed) return 1;
     for (int i = 0; i < n; i++) {
         const int b = who[i];
         const int64_t length = c->in.position[b];
@@ -207,17 +222,29 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
         seed[i] = c->seed[b];
         sampled[i] = c->sampled[b];
         temperature[i] = c->temperature[b];
-        guess[i] = length + 1; position[i] = length - 1; row_seq[i] = row_start[i] = i;
-        stop[i] = c->in.stop_below[b]; drop[i] = c->in.drop_below[b];
-        if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
+        guess[i] = length + 1;
+        position[i] = length - 1;
+        row_seq[i] = i;
+        row_start[i] = i;
+        stop[i] = c->in.stop_below[b];
+        drop[i] = c->in.drop_below[b];
+        if (c->top_k) {
+            top_k[i] = c->top_k[b];
+            top_p[i] = c->top_p[b];
+            min_logp[i] = c->min_logp[b];
+        }
         memcpy(start + (int64_t)i * H, from, (size_t)H * 4);
         for (int t = 0; t < T; t++)
             norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((int64_t)i * T + t) * H);
     }
     row_start[n] = n;
     Batch *v = &d.call.batch;
-    v->rows = v->seqs = n; v->rope_shift = c->shift;
-    v->positions = position; v->row_seq = row_seq; v->row_start = row_start;
+    v->rows = n;
+    v->seqs = n;
+    v->rope_shift = c->shift;
+    v->positions = position;
+    v->row_seq = row_seq;
+    v->row_start = row_start;
     gather_tables(v, c, who, n, width, tables);
     d.steps = steps;
     d.last = last;
@@ -226,59 +253,85 @@ static int cycle_draft(ThreadPool *pool, Cycle *c, int width) {
     d.temperature = temperature;
     d.sampled = sampled;
     d.seed = seed;
-    d.position = guess; d.out = out; d.confidence = sure; d.lengths = lengths;
-    d.top_k = c->top_k ? top_k : NULL; d.top_p = top_p; d.min_logp = min_logp;
-    d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
+    d.position = guess;
+    d.out = out;
+    d.confidence = sure;
+    d.lengths = lengths;
+    d.top_k = c->top_k ? top_k : NULL;
+    d.top_p = top_p;
+    d.min_logp = min_logp;
+    d.stop = c->trust ? stop : NULL;
+    d.drop = c->trust ? drop : NULL;
+    d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
     const int failed = or_draft(pool, &d);
     for (int i = 0; i < n && !failed; i++)
         take_draft(c, who[i], lengths[i], out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
-    free(room);
     return failed;
 }
 
 /* A block drafter's pass for the sequences `who`: the newest token of each and masks. hidden [n · steps, H]: of the
  * rows that predict. */
-static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n, int steps, float *hidden) {
+static int block_forward(ThreadPool *pool, const Cycle *c, const int *who, int n, int steps, float *hidden,
+                         Arena *arena) {
     const BlockNet *net = c->block;
     const int S = net->block ? net->block : steps + net->first, R = n * S, W = n * steps;
     int64_t furthest = 0;
     for (int i = 0; i < n; i++) if (c->in.position[who[i]] > furthest) furthest = c->in.position[who[i]];
     const int width = (int)((furthest + S) / c->call.batch.page_size) + 1;
-    char *room = malloc(((size_t)3 * (R + W) + n) * 8 + (size_t)(2 * (n + 1) + 2 * n * width) * 4);
-    if (!room) return 1;
-    int64_t *ids = (int64_t *)room, *positions = ids + R, *row_seq = positions + R, *wanted = row_seq + R,
-            *few_at = wanted + W, *few_seq = few_at + W, *ends = few_seq + W;
-    int32_t *row_start = (int32_t *)(ends + n), *few_start = row_start + n + 1, *tables = few_start + n + 1;
+    int64_t *ids = NEW(arena, int64_t, R);
+    int64_t *positions = NEW(arena, int64_t, R);
+    int64_t *row_seq = NEW(arena, int64_t, R);
+    int64_t *wanted = NEW(arena, int64_t, W);
+    int64_t *few_at = NEW(arena, int64_t, W);
+    int64_t *few_seq = NEW(arena, int64_t, W);
+    int64_t *ends = NEW(arena, int64_t, n);
+    int32_t *row_start = NEW(arena, int32_t, n + 1);
+    int32_t *few_start = NEW(arena, int32_t, n + 1);
+    int32_t *tables = NEW(arena, int32_t, 2 * (size_t)n * width);
+    if (arena->failed) return 1;
     for (int i = 0; i < n; i++) {
         const int64_t at = c->in.position[who[i]];
-        row_start[i] = i * S; few_start[i] = i * steps; ends[i] = at + S - 1;
-        for (int j = 0; j < S; j++)
-            ids[i * S + j] = j ? net->mask : c->in.last_token[who[i]], positions[i * S + j] = at + j,
-                        row_seq[i * S + j] = i;
-        for (int j = 0; j < steps; j++)
-            wanted[i * steps + j] = i * S + net->first + j, few_at[i * steps + j] = at + net->first + j,
-                               few_seq[i * steps + j] = i;
+        row_start[i] = i * S;
+        few_start[i] = i * steps;
+        ends[i] = at + S - 1;
+        for (int j = 0; j < S; j++) {
+            const int r = i * S + j;
+            ids[r] = j ? net->mask : c->in.last_token[who[i]];
+            positions[r] = at + j;
+            row_seq[r] = i;
+        }
+        for (int j = 0; j < steps; j++) {
+            const int r = i * steps + j;
+            wanted[r] = i * S + net->first + j;
+            few_at[r] = at + net->first + j;
+            few_seq[r] = i;
+        }
     }
-    row_start[n] = R; few_start[n] = W;
+    row_start[n] = R;
+    few_start[n] = W;
     Call call = net->call;
     gather_tables(&call.batch, c, who, n, width, tables);
-    call.batch.seqs = n; call.batch.ends = ends;
+    call.batch.seqs = n;
+    call.batch.ends = ends;
     call.few = call.batch;
     call.batch.rows = R;
     call.batch.ids = ids;
     call.batch.positions = positions;
     call.batch.row_seq = row_seq;
     call.batch.row_start = row_start;
-    call.few.rows = W; call.few.positions = few_at; call.few.row_seq = few_seq; call.few.row_start = few_start;
-    call.wanted = wanted; call.narrow = 1; call.hidden = hidden;
-    const int failed = or_forward(pool, &call);
-    free(room);
-    return failed;
+    call.few.rows = W;
+    call.few.positions = few_at;
+    call.few.row_seq = few_seq;
+    call.few.row_start = few_start;
+    call.wanted = wanted;
+    call.narrow = 1;
+    call.hidden = hidden;
+    return or_forward(pool, &call);
 }
 
 /* A block drafter's drafts, after it has read what it has not. */
-static int cycle_block(ThreadPool *pool, Cycle *c) {
+static int cycle_block(ThreadPool *pool, Cycle *c, Arena *arena) {
     const BlockNet *net = c->block;
     const int B = c->seqs;
     int n = 0, steps = 0, who[B];
@@ -294,39 +347,49 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
     if (!n) return 0;
     if (or_read_slots(pool, net, c->unread, slots, n)) return 1;
     const size_t rows = (size_t)n * steps, V = (size_t)net->head.n;
-    char *room = malloc((rows + 3 * (size_t)n) * 8 + (size_t)n * 8 +
-                        (rows * (1 + net->call.stack->hidden) + 2 * (size_t)n) * 4 + n);
-    if (!room) return 1;
-    int64_t *out = (int64_t *)room, *seed = out + rows, *position = seed + n, *top_k = position + n;
-    double *top_p = (double *)(top_k + n);
-    float *min_logp = (float *)(top_p + n), *temperature = min_logp + n, *sure = temperature + n, *hidden = sure + rows;
-    uint8_t *sampled = (uint8_t *)(hidden + rows * net->call.stack->hidden);
+    int64_t *out = NEW(arena, int64_t, rows);
+    int64_t *seed = NEW(arena, int64_t, n);
+    int64_t *position = NEW(arena, int64_t, n);
+    int64_t *top_k = NEW(arena, int64_t, n);
+    double *top_p = NEW(arena, double, n);
+    float *min_logp = NEW(arena, float, n);
+    float *temperature = NEW(arena, float, n);
+    float *sure = NEW(arena, float, rows);
+    float *hidden = NEW(arena, float, rows * net->call.stack->hidden);
+    uint8_t *sampled = NEW(arena, uint8_t, n);
+    if (arena->failed) return 1;
     for (int i = 0; i < n; i++) {
         const int b = who[i];
         seed[i] = c->seed[b];
         position[i] = c->in.position[b] + 1;
         temperature[i] = c->temperature[b];
         sampled[i] = c->sampled[b];
-        if (c->top_k) top_k[i] = c->top_k[b], top_p[i] = c->top_p[b], min_logp[i] = c->min_logp[b];
+        if (c->top_k) {
+            top_k[i] = c->top_k[b];
+            top_p[i] = c->top_p[b];
+            min_logp[i] = c->min_logp[b];
+        }
     }
-    int failed = block_forward(pool, c, who, n, steps, hidden);
+    int failed = block_forward(pool, c, who, n, steps, hidden, arena);
     if (!failed) failed = or_logits(pool, &net->head, hidden, (int)rows, net->scale == 1.0f ? net->cap : 0.0f, c->z);
     if (!failed) {
         pool_begin(pool);
-        Guess job = {steps,
-                     (int)rows,
-                     temperature,
-                     sampled,
-                     seed,
-                     position,
-                     c->top_k ? top_k : NULL,
-                     top_p,
-                     min_logp,
-                     c->z,
-                     (float *)pool_scratch(pool, pool->size * (V + FILTER_ROOM(V)) * 4),
-                     out,
-                     sure,
-                     net};
+        Guess job = {
+            .net = net,
+            .steps = steps,
+            .rows = (int)rows,
+            .temperature = temperature,
+            .sampled = sampled,
+            .seed = seed,
+            .position = position,
+            .top_k = c->top_k ? top_k : NULL,
+            .top_p = top_p,
+            .min_logp = min_logp,
+            .z = c->z,
+            .room = (float *)pool_scratch(pool, pool->size * (V + FILTER_ROOM(V)) * 4),
+            .out = out,
+            .confidence = sure,
+        };
         failed = !job.room;
         if (!failed) pool_run(pool, guess_region, &job);
         pool_end(pool);
@@ -342,7 +405,6 @@ static int cycle_block(ThreadPool *pool, Cycle *c) {
             j++;
         take_draft(c, b, length, out + (int64_t)i * steps, sure + (int64_t)i * steps, steps);
     }
-    free(room);
     return failed;
 }
 
@@ -368,7 +430,7 @@ static int keep_unread(ThreadPool *pool, const Cycle *c, int b, int64_t row) {
 }
 
 /* A tree of drafts of one sequence. */
-static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
+static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width, Arena *arena) {
     const DecodeInputs *in = &c->in;
     const DecodeOutputs *out = &c->out;
     const int H = c->call.stack->hidden, depth = in->max_draft[b] < TREE_DEEP ? (int)in->max_draft[b] : TREE_DEEP;
@@ -381,9 +443,10 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     float temperature[TREE_WIDE];
     uint8_t sampled[TREE_WIDE];
     BuiltTree grown;
-    char *room = malloc((size_t)TREE_WIDE * (2 + S) * H * 4 + (size_t)2 * width * 4);
-    if (!room) return 1;
-    float *start = (float *)room, *taps = start + (size_t)2 * TREE_WIDE * H;
+    float *start = NEW(arena, float, (size_t)2 * TREE_WIDE * H);
+    float *taps = NEW(arena, float, (size_t)TREE_WIDE * S * H);
+    int32_t *tables = NEW(arena, int32_t, 2 * (size_t)width);
+    if (arena->failed) return 1;
     memcpy(start, from, (size_t)H * 4);
     for (int i = 0; i < TREE_WIDE; i++) {
         seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b]; position[i] = length - 1;
@@ -392,7 +455,7 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
     }
     d.call.batch.rope_shift = c->shift;
     d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
-    gather_tables(&d.call.batch, c, &b, 1, width, (int32_t *)(taps + (size_t)TREE_WIDE * S * H));
+    gather_tables(&d.call.batch, c, &b, 1, width, tables);
     d.taps = S ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
     const int failed = build_tree(pool, &d, H, c->head.n, depth, in->stop_below[b], in->drop_below[b], c->trust, start,
                                   last, guess, &grown);
@@ -404,7 +467,6 @@ static int cycle_tree(ThreadPool *pool, Cycle *c, int b, int width) {
         out->num_drafted[b] = out->num_confidences[b] = count;
         out->draft_steps[b] = grown.steps;
     }
-    free(room);
     return failed;
 }
 
@@ -449,7 +511,7 @@ static void emit(const Cycle *c, int b, int64_t row) {
     }
 }
 
-int or_decode_step(ThreadPool *pool, Cycle *c) {
+static int decode_step(ThreadPool *pool, Cycle *c, Arena *arena) {
     const int B = c->seqs, H = c->call.stack->hidden, deep = c->most + 1;
     const DecodeInputs *in = &c->in;
     const DecodeOutputs *out = &c->out;
@@ -464,22 +526,26 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
             memcpy(out->draft + (int64_t)b * c->most, in->host_draft + b * in->host_draft_width, (size_t)k * 8);
     }
     const int width = (int)(furthest / c->call.batch.page_size) + 1;
-    if (c->draft && cycle_draft(pool, c, width)) return 1;
-    if (c->block && cycle_block(pool, c)) return 1;
-    for (int b = 0; b < B; b++) if (in->max_nodes[b] && cycle_tree(pool, c, b, width)) return 1;
+    if (c->draft && cycle_draft(pool, c, width, arena)) return 1;
+    if (c->block && cycle_block(pool, c, arena)) return 1;
+    for (int b = 0; b < B; b++) if (in->max_nodes[b] && cycle_tree(pool, c, b, width, arena)) return 1;
     for (int b = 0; b < B; b++) rows += out->num_drafted[b] + 1;
-    char *room = malloc((size_t)rows * 4 * 8 + (size_t)(rows + B + 1 + 2 * B * width) * 4 +
-                        (trees ? (size_t)rows * deep * 4 : 0));
-    if (!room) return 1;
-    int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows, *places = row_seq + rows;
-    int32_t *of = (int32_t *)(places + rows), *row_start = of + rows, *tables = row_start + B + 1,
-            *paths = tables + 2 * B * width;
+    int64_t *ids = NEW(arena, int64_t, rows);
+    int64_t *positions = NEW(arena, int64_t, rows);
+    int64_t *row_seq = NEW(arena, int64_t, rows);
+    int64_t *places = NEW(arena, int64_t, rows);
+    int32_t *of = NEW(arena, int32_t, rows);
+    int32_t *row_start = NEW(arena, int32_t, B + 1);
+    int32_t *tables = NEW(arena, int32_t, 2 * (size_t)B * width);
+    int32_t *paths = NEW(arena, int32_t, trees ? (size_t)rows * deep : 0);
+    if (arena->failed) return 1;
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
         for (int j = 0; j <= out->num_drafted[b]; j++, r++) {
             ids[r] = j ? out->draft[(int64_t)b * c->most + j - 1] : in->last_token[b];
-            places[r] = positions[r] = in->position[b] + j;
+            places[r] = in->position[b] + j;
+            positions[r] = places[r];
             row_seq[r] = b;
             of[r] = (int32_t)in->adapter[b];
             if (!trees) continue;
@@ -493,8 +559,14 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     }
     row_start[B] = r;
     Call call = c->call;
-    if (trees) { call.batch.places = places; call.batch.paths = paths; call.batch.path_width = deep; }
-    call.batch.rows = r; call.batch.seqs = B; call.adapters.of = of;
+    if (trees) {
+        call.batch.places = places;
+        call.batch.paths = paths;
+        call.batch.path_width = deep;
+    }
+    call.batch.rows = r;
+    call.batch.seqs = B;
+    call.adapters.of = of;
     call.batch.ids = ids;
     call.batch.positions = positions;
     call.batch.row_seq = row_seq;
@@ -505,8 +577,13 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
     else if (!failed) failed = or_logits(pool, &c->head, call.hidden, r, c->cap, c->z);
     if (!failed && (c->likely >= 0 || c->top_k)) {
         pool_begin(pool);
-        VerdictJob job = {c, row_seq, positions, r,
-                          pool_scratch(pool, pool->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4)};
+        VerdictJob job = {
+            .c = c,
+            .row_seq = row_seq,
+            .position = positions,
+            .rows = r,
+            .warm = pool_scratch(pool, pool->size * (c->head.n + FILTER_ROOM(c->head.n)) * 4),
+        };
         failed = !job.warm;
         if (!failed) pool_run(pool, verdict_region, &job);
         pool_end(pool);
@@ -523,6 +600,12 @@ int or_decode_step(ThreadPool *pool, Cycle *c) {
             for (int t = 0; t < c->streams; t++) memcpy(to + (1 + t) * H, c->taps[t] + row * H, (size_t)H * 4);
         }
     }
-    free(room);
+    return failed;
+}
+
+int or_decode_step(ThreadPool *pool, Cycle *c) {
+    Arena arena = {0};
+    const int failed = decode_step(pool, c, &arena);
+    arena_free(&arena);
     return failed;
 }

@@ -2,6 +2,7 @@
  * The same sums as or_forward, or_logits and or_choose one after the other; drafts cannot change the output.
  */
 #pragma once
+#include "arena.h"
 #include "draft.h"
 
 int or_forward(ThreadPool *pool, const Call *call);
@@ -96,15 +97,23 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
     }
     const int wide = c->head.n + most;
     warm = warm && (c->listed || most); /* noise goes by token: a whole vocabulary needs no names */
-    float *hidden = malloc((size_t)R * H * 4), *g = malloc((size_t)B * H * 4), *z = malloc((size_t)B * wide * 4);
-    int64_t *rows = malloc((size_t)B * 3 * 8), *tokens = warm ? malloc((size_t)B * wide * 8) : NULL;
-    int32_t *row_start = malloc((size_t)(B + 1) * 4);
-    double *path = malloc((size_t)B * 8);
-    uint8_t *live = malloc((size_t)B);
-    if (hidden && g && z && rows && row_start && path && live && (tokens || !warm)) {
-        int64_t *ids = rows, *positions = rows + B, *row_seq = rows + 2 * B;
+    Arena arena = {0};
+    float *hidden = NEW(&arena, float, (size_t)R * H);
+    float *g = NEW(&arena, float, (size_t)B * H);
+    float *z = NEW(&arena, float, (size_t)B * wide);
+    int64_t *ids = NEW(&arena, int64_t, B);
+    int64_t *positions = NEW(&arena, int64_t, B);
+    int64_t *row_seq = NEW(&arena, int64_t, B);
+    int64_t *tokens = warm ? NEW(&arena, int64_t, (size_t)B * wide) : NULL;
+    int32_t *row_start = NEW(&arena, int32_t, B + 1);
+    double *path = NEW(&arena, double, B);
+    uint8_t *live = NEW(&arena, uint8_t, B);
+    if (!arena.failed) {
         for (int b = 0; b < B; b++) {
-            path[b] = 1.0; live[b] = 1; row_seq[b] = row_start[b] = b;
+            path[b] = 1.0;
+            live[b] = 1;
+            row_seq[b] = b;
+            row_start[b] = b;
             for (int i = 0; warm && i < c->head.n; i++) tokens[(int64_t)b * wide + i] = c->listed ? c->listed[i] : i;
             if (warm)
                 memcpy(tokens + (int64_t)b * wide + c->head.n, c->seen + c->seen_start[b],
@@ -122,7 +131,7 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
         call.batch.row_seq = row_seq;
         call.batch.row_start = row_start;
         call.hidden = g;
-        Scoring s = {c, 0, wide, .z = z, .tokens = tokens, .path = path, .live = live};
+        Scoring s = {.c = c, .wide = wide, .z = z, .tokens = tokens, .path = path, .live = live};
         for (int any = 1; !failed && any; s.step++) {
             failed = score_step(pool, &s, g);
             any = 0;
@@ -136,6 +145,6 @@ int or_draft_model_steps(ThreadPool *pool, const Chain *c) {
             failed = or_forward(pool, &call);
         }
     }
-    free(hidden); free(g); free(z); free(rows); free(tokens); free(row_start); free(path); free(live);
+    arena_free(&arena);
     return failed;
 }

@@ -21,7 +21,7 @@ typedef void (*Region)(ThreadPool *pool, int me, void *job);
 
 #define SPIN 50000 /* about a millisecond: between two regions of a cycle the host is back sooner */
 
-typedef struct { void *at; size_t size; } Arena;
+typedef struct { void *at; size_t size; } Scratch;
 #define HUGE_PAGE (2u << 20)
 
 typedef struct {
@@ -46,7 +46,7 @@ struct ThreadPool {
     OsMutex use, lock;              /* use: one region at a time; lock + wake: sleeping members */
     OsCondition wake;
     OsThread *threads;
-    Arena scratch;                  /* grows, is never shared between regions */
+    Scratch scratch;                  /* grows, is never shared between regions */
 };
 
 INLINE void cpu_relax(void) {
