@@ -76,9 +76,9 @@ def _kernels(as_json: bool) -> None:
     except BuildError as error:
         notes.append(f"no CPU kernels: {error}")
     if importlib.util.find_spec("triton") is not None:
-        from ..ops.triton.report import kernel_rows
+        from ..ops.triton.certify import kernel_rows
 
-        gpu_rows, about = kernel_rows()
+        gpu_rows, about = kernel_rows(say=lambda problem: common.note(f"comparing bits: {problem}"))
         tables.append((f"GPU kernels, those of an operation with the same bits; {about}", gpu_rows))
     else:
         notes.append("no GPU kernels: triton is missing (pip install 'outrider[gpu]')")

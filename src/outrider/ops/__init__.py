@@ -45,7 +45,12 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
                 raise OutriderError(f"--ops {name} runs on a GPU, not on the CPU: leave out --ops")
             from .triton import DenseTritonOps, TritonOps
 
-            return DenseTritonOps(device) if level else TritonOps(device)
+            ops = DenseTritonOps(device) if level else TritonOps(device)
+            if ops.card.real:
+                from .triton.certify import apply_certification
+
+                apply_certification(ops)
+            return ops
     except OutriderError:
         raise
     except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing

@@ -21,7 +21,7 @@ from ..adapter_slots import SlotWeight
 from ..backend import GPU_CAPABILITIES, NO_EPILOGUE, Epilogue, ExpertWeights, M, MlpWeights, MoeLayer, Norms
 from ..formats import MODES, DeviceWeight, Weight, join, rounded_to, stays_dense
 from ..reference import ReferenceOps, as_tensor
-from ..registry import Registry
+from ..registry import Certification, Registry
 from . import block_attention, choose, draft_steps, lowrank, moe, norm, rope, trees
 from .attention_wgmma import AttentionWgmma
 from .cache_keys import settle_cache_keys
@@ -82,6 +82,12 @@ class TritonOps(ReferenceOps):
         wgmma = GemmWgmma(device, self.semaphores) if self.card.cuda else None
         self.gemm = GemmDevice(self.semaphores, pdl=self.pdl, shared=self.card.shared, wgmma=wgmma)
         self.ahead = Precompiler(self._compile, self._compiled_form) if self.card.real else None
+
+    def apply(self, certification: Certification) -> None:
+        """Lets rejected kernels serve no more, and promises no more independent rows than were certified."""
+        self.registry.apply(certification)
+        rows = certification.independent_rows(self.capabilities.independent_rows)
+        self.capabilities = replace(self.capabilities, independent_rows=rows)
 
     def _compile(self, kind: GemmKind, rows: int) -> None:
         """Compiles the kernel that serves this kind with this number of rows, without launching it."""
