@@ -146,13 +146,13 @@ def alike_layers(layers: list[ForeignDict]) -> list[list[ForeignDict]]:
 
 def spans(numbers: list[int]) -> str:
     """Ascending numbers as spans: 0–4, … 54–58. The middle ones of more than two are left out."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in found]
+            runs.append([number])
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in runs]
     return ", ".join(texts) if len(texts) <= 2 else f"{texts[0]}, … {texts[-1]}"
 
 

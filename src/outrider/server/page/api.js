@@ -73,7 +73,7 @@ export async function* streamChat(body, signal) {
   }
 }
 
-// What the server can do beyond text. Some do not say.
+// The server's modalities beyond text. Some servers do not report them.
 export async function readProps() {
   try {
     return await (await get("props")).json();

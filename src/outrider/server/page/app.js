@@ -49,7 +49,7 @@ $("ask").addEventListener("submit", (event) => {
   sessionStorage.removeItem("outrider.draft");
   chat.ask(text, attachments.release());
 });
-$("prompt").value = sessionStorage.getItem("outrider.draft") ?? ""; // what was typed survives a reload
+$("prompt").value = sessionStorage.getItem("outrider.draft") ?? ""; // unsent text survives a reload
 $("prompt").addEventListener("input", () => sessionStorage.setItem("outrider.draft", $("prompt").value));
 growing($("prompt"), () => $("ask").requestSubmit());
 growing($("race-prompt"), () => $("race-form").requestSubmit());
@@ -70,7 +70,7 @@ document.addEventListener("keydown", (event) => {
       mine.edit();
     }
   } else if (typing || !$("shortcuts").checked) {
-    return; // single keys, which speech input and switches press by mistake, can be turned off
+    return; // single keys can be turned off: speech input and switches press them by mistake
   } else if (event.key === "/") {
     event.preventDefault();
     select($("tab-chat"));

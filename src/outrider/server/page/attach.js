@@ -1,5 +1,5 @@
-// Files that go with a message: texts, and images and clips of sound where the model takes them. They are chosen, pasted,
-// dropped or recorded, and made small enough to send and to keep.
+// Files attached to a message: texts, and images and sound if the model takes them. They are chosen, pasted,
+// dropped or recorded, and reduced to a size that can be sent and stored.
 import { $, make, removable } from "./dom.js";
 import { Recorder, isSound, soundUrl } from "./sound.js";
 
@@ -25,7 +25,7 @@ export function mediaNode({ url, name }) {
     : make("img", { src: url, alt: name || "Attached image" });
 }
 
-// A text in a fence that is longer than any it holds.
+// The text in a code fence longer than any fence inside it.
 function fenced({ url, name }) {
   const text = textOf(url),
     ticks = Math.max(2, ...[...text.matchAll(/`{3,}/g)].map(([run]) => run.length)) + 1,
@@ -33,7 +33,7 @@ function fenced({ url, name }) {
   return `${name || "File"}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}\n\n`;
 }
 
-// What is sent: texts are part of the message, images stand before it, sound behind it, as Google recommends.
+// The parts that are sent: texts inside the message, images before it, sound after it, as Google recommends.
 export function contentParts(message, files) {
   const text = files.filter(({ url }) => isText(url)).map(fenced).join("") + message,
     media = files.filter(({ url }) => !isText(url));
@@ -46,7 +46,7 @@ export function contentParts(message, files) {
   return [...images, ...(text ? [{ type: "text", text }] : []), ...clips];
 }
 
-// A data URL of the image; scaled down and, if it was scaled, encoded anew.
+// A data URL of the image, scaled down if it is large.
 async function shrink(file) {
   let bitmap;
   try {
@@ -85,7 +85,7 @@ export class Attachments {
     this.tell = tell;
     this.settings = settings;
     this.media = [];
-    this.kinds = []; // "image", "audio": those that the model takes
+    this.kinds = []; // of "image", "audio": the kinds that the model takes
     this.recorder = new Recorder({ take: (files) => this.take(files), tell });
     $("attach").addEventListener("click", () => $("media-file").click());
     $("media-file").addEventListener("change", async () => {
@@ -94,7 +94,7 @@ export class Attachments {
     });
     $("prompt").addEventListener("paste", (event) => {
       const files = [...event.clipboardData.files],
-        hasText = event.clipboardData.types.includes("text/plain"); // as from a table: the text is meant
+        hasText = event.clipboardData.types.includes("text/plain"); // copied from a table: use the text
       if (files.length && !(hasText && !files.some((file) => this.kinds.includes(kindOf(file))))) {
         event.preventDefault();
         this.take(files);
@@ -121,7 +121,7 @@ export class Attachments {
     document.addEventListener("media", ({ detail }) => {
       this.media.push(...detail);
       this.draw();
-    }); // given back by the queue
+    }); // returned by the queue
   }
   allow({ vision, audio }) {
     this.kinds = [...(vision ? ["image"] : []), ...(audio ? ["audio"] : [])];

@@ -1,5 +1,5 @@
-// Plain decoding's speed, which speculation is compared with. It is measured, never guessed, and dated; after an
-// hour it counts no more. It is measured by a race, by an answer without drafts, by the button, or by the page
+// Plain decoding's speed, with which speculation is compared. It is measured, never guessed, and dated; it
+// expires after an hour. A race measures it, an answer without drafts, the button, or the page
 // itself when it is idle.
 import { $ } from "./dom.js";
 import { readMetrics, streamChat } from "./api.js";
@@ -23,12 +23,12 @@ export class Baseline {
     this.changed = () => {};
     this.running = this.timer = null;
     $("measure").addEventListener("click", () => this.measure());
-    setInterval(() => this.changed(), 60000); // it ages
+    setInterval(() => this.changed(), 60000); // its age is shown
   }
   get key() {
     return `outrider.plain.${this.settings.model}`;
   }
-  // { tps, at }, or null where nothing with a date is kept
+  // { tps, at }, or null if no dated measurement is stored
   get kept() {
     try {
       const kept = JSON.parse(localStorage.getItem(this.key));
@@ -37,7 +37,7 @@ export class Baseline {
       return null;
     }
   }
-  // Tokens per second, while they are true enough to compare with.
+  // Tokens per second, until they expire.
   get tps() {
     const { kept } = this;
     return kept && Date.now() - kept.at < FRESH ? kept.tps : null;
@@ -52,7 +52,7 @@ export class Baseline {
     return `Plain: ${kept.tps.toFixed(1)} tokens/s, measured ${ago(kept.at)}${tps ? "" : ", too old to compare with"}.`;
   }
 
-  // By the page itself: when nothing was asked for a moment and nobody else uses the server.
+  // Measures on its own when the user and the server have been idle for a moment.
   soon() {
     clearTimeout(this.timer);
     if (!$("auto-plain").checked || this.tps) return;

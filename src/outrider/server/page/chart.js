@@ -1,4 +1,4 @@
-// A line chart with axes, units and a sentence for those who can't see it. Fixed drawing size, scaled by the style
+// A line chart with axes, units and a sentence for screen readers. Fixed drawing size, scaled by the style
 // sheet.
 import { make, svg } from "./dom.js";
 
@@ -17,7 +17,7 @@ const short = (v) =>
   v >= 1e6 ? `${+(v / 1e6).toFixed(1)}M` : v >= 1e4 ? `${+(v / 1e3).toFixed(0)}k` : `${+v.toFixed(2)}`;
 
 export class Chart {
-  // names: what each line is, the first drawn full, the second dashed; floor: the least top of the axis; bridge: no
+  // names: of the lines, the first drawn full, the second dashed; floor: the minimum top of the axis; bridge: no
   // gaps
   constructor({ title, unit, names = [title], digits = 1, floor = 1, width = 340, bridge = false }) {
     Object.assign(this, { title, unit, names, digits, floor, width, bridge });
@@ -37,7 +37,7 @@ export class Chart {
     this.draw([], 0, 1, (v) => String(v));
   }
 
-  // series: one list of [x, y or null] for each name; ticks: how an x is written
+  // series: one list of [x, y or null] for each name; ticks: formats an x
   draw(series, from, to, tick, count = 4) {
     const known = series
       .flat()

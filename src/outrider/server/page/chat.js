@@ -1,4 +1,4 @@
-// The conversation on the page: asks, streams, edits, retries, queues, and forgets the oldest turns when the context
+// The conversation on the page: sends, streams, edits, retries, queues, and drops the oldest turns when the context
 // is full.
 import { $, make, atEnd, keepEnd } from "./dom.js";
 import { ApiError, streamChat } from "./api.js";
@@ -13,8 +13,8 @@ const EXAMPLES = [
   "Write a Python function that reverses a list.",
   "Explain in simple words what gravity is.",
 ];
-const KEEP = 700; // milliseconds between two savings of an answer that streams
-const SILENT = 5000; // an answer that another window has not saved for so long streams no more
+const KEEP = 700; // milliseconds between saves of a streaming answer
+const SILENT = 5000; // milliseconds without a save after which another window's answer counts as ended
 
 export class Chat {
   constructor({ settings, panel, baseline, speaker, tell, calm, changed }) {
@@ -46,7 +46,7 @@ export class Chat {
       setTimeout(() => {
         this.leaving = false;
       }, 1000);
-    }); // it may stay after all
+    }); // the user may cancel leaving
     addEventListener("pagehide", leave);
     setInterval(() => this.proceed(), SILENT);
     addEventListener("pageshow", ({ persisted }) => {
@@ -58,7 +58,7 @@ export class Chat {
     if (this.running) {
       this.stop();
       await this.finished;
-    } // its answer belongs to the old one
+    } // a running answer belongs to the previous conversation
     this.conversation = conversation;
     localStorage.setItem("outrider.current", conversation.id);
     sessionStorage.setItem("outrider.current", conversation.id);
@@ -67,7 +67,7 @@ export class Chat {
     this.log.scrollTop = this.log.scrollHeight;
     this.changed();
   }
-  // This page was loaded again while an answer streamed.
+  // Resumes an answer that streamed when the page was reloaded.
   resume() {
     const last = this.conversation.path.at(-1);
     if (!this.running && last?.role === "assistant" && !last.done && last.window === WINDOW)
@@ -82,7 +82,7 @@ export class Chat {
       message?.role === "assistant" && !message.done && message.window !== WINDOW && Date.now() - message.beat < SILENT
     );
   }
-  // What waited for an answer of another window, once that is complete or has fallen silent.
+  // Sends waiting messages once another window's answer is complete or has gone silent.
   proceed() {
     if (this.running || this.elsewhere(this.conversation?.path.at(-1))) return;
     if (this.log.querySelector(".running")) this.draw();
@@ -187,7 +187,7 @@ export class Chat {
       }),
     };
   }
-  // Where a message was edited or an answer retried: which of the versions this is, and the way to the others.
+  // The number of this version of an edited message or retried answer, with buttons to the others.
   branches(message) {
     const all = this.conversation.siblings(message),
       at = all.indexOf(message);
@@ -217,7 +217,7 @@ export class Chat {
     const bubble = this.bubble(this.conversation.add(message, parent));
     this.bubbles.push(bubble);
     this.log.append(bubble.node);
-    this.log.scrollTop = this.log.scrollHeight; // one's own message is always shown
+    this.log.scrollTop = this.log.scrollHeight; // always show the user's own message
     return bubble;
   }
   remove(message) {
@@ -230,7 +230,7 @@ export class Chat {
     if (!conversation.keep(message)) this.tell(new Error("The browser has no room to keep this conversation."));
   }
 
-  // ---- asking. While an answer streams, a message waits for its end.
+  // ---- sending. While an answer streams, a message waits for its end.
   ask(text, media = []) {
     if (this.running || this.elsewhere(this.conversation.path.at(-1))) {
       this.queue.add({ text, media });
@@ -248,7 +248,7 @@ export class Chat {
     });
     return this.finished;
   }
-  // What is sent: the system prompt and every message that was not refused and still fits.
+  // The messages that are sent: the system prompt and all messages that were not refused and still fit.
   sent(path) {
     const { system, from } = this.conversation,
       first = Math.max(
@@ -261,7 +261,7 @@ export class Chat {
       .map(({ role, content, media }) => ({ role, content: contentParts(content, media ?? []) }));
     return system.trim() ? [{ role: "system", content: system.trim() }, ...turns] : turns;
   }
-  // Leave out the oldest turn. False when only the newest question is left.
+  // Drops the oldest turn. False if only the newest question is left.
   forget(path) {
     const from = path.findIndex((m) => m.id === this.conversation.from);
     const next = path.find((m, i) => i > Math.max(0, from) && m.role === "user" && !m.refused);
@@ -271,7 +271,7 @@ export class Chat {
     return true;
   }
 
-  // True when the answer came to its end. resume: an answer that is asked for again; extend: one that goes on behind its
+  // True if the answer was completed. resume: request the answer again; extend: continue it after its
   // text.
   async attempt({ tries = 0, resume = null, extend = null }) {
     this.calm();
@@ -312,7 +312,7 @@ export class Chat {
         complete = true;
         break;
       } catch (error) {
-        if (this.leaving) await new Promise(() => {}); // the page goes, the answer is asked for again by the next
+        if (this.leaving) await new Promise(() => {}); // the page is closing; the next one requests the answer again
         if (message.content || message.reasoning) {
           const stopped = error.name === "AbortError";
           message.cut = Boolean(message.content);
@@ -326,7 +326,7 @@ export class Chat {
             const { max_completion_tokens: _, ...rest } = sampling;
             sampling = rest;
             continue;
-          } // as long as there is room
+          } // without a maximum the answer takes what fits
         }
         bubble.node.remove();
         this.bubbles = this.bubbles.filter((b) => b !== bubble);
@@ -358,8 +358,8 @@ export class Chat {
     this.speaker.end(`The answer is complete: ${note}.`);
   }
 
-  // Decoding is a function of the request and its seed: what is asked again after a reload says the same again, so
-  // the text that was there stays until the new one has caught up with it.
+  // Decoding is a function of the request and its seed: the same request gives the same text after a reload, so
+  // the old text stays until the new one has caught up with it.
   async stream(bubble, request, signal, extend = false) {
     const meter = new Meter(),
       { message } = bubble,

@@ -1,4 +1,4 @@
-// The list of conversations at the side: open, search, rename, delete, new; all of them to a file and back.
+// The list of conversations at the side: open, search, rename, delete, new, export and import.
 import { $, make, smallButton } from "./dom.js";
 import * as store from "./store.js";
 
@@ -12,7 +12,7 @@ export class Conversations {
     $("import").addEventListener("click", () => $("import-file").click());
     $("import-file").addEventListener("change", () => this.import());
     document.addEventListener("pointerdown", ({ target }) => {
-      // on a phone the list lies over the page: a tap beside it closes it
+      // on a phone the list covers the page: a tap outside closes it
       if (
         document.body.classList.contains("listing") &&
         !$("side").contains(target) &&

@@ -1,10 +1,10 @@
-// A cycle as a picture: what was drafted, which of it the model confirmed, and the token it added itself. One column
+// A cycle as a picture: the drafted tokens, those that the model confirmed, and the token that it added. One column
 // per position, one row per branch. A slider goes through the cycles of the last answer.
 import { $, make } from "./dom.js";
 
-const PAUSE = 400; // milliseconds that a cycle stays while others come
+const PAUSE = 400; // milliseconds for which a cycle is shown while others arrive
 
-// A draft without branches is a tree with one branch. Null: nothing was drafted, or the server does not say what.
+// A draft without branches is a tree with one branch. Null: no draft, or the server does not report it.
 export function treeOf({ tree, draft, tokens }) {
   if (tree?.tokens.length) return tree;
   if (!draft?.length) return null;
@@ -12,7 +12,7 @@ export function treeOf({ tree, draft, tokens }) {
   return { tokens: draft, parents: draft.map((_, i) => i), path: draft.slice(0, right).map((_, i) => i + 1) };
 }
 
-// [{ text, row, column, parent, taken }], the first token of each place in the row of what it follows
+// [{ text, row, column, parent, taken }]; a parent's first child is in the parent's row
 export function layout({ tokens, parents, path }) {
   const children = [[]],
     nodes = [],
@@ -36,7 +36,7 @@ export function layout({ tokens, parents, path }) {
   return nodes;
 }
 
-// Did the model take a token that a draft without branches would not have held?
+// True if the model accepted a token that a draft without branches would not contain.
 export const helped = ({ path }) => path.some((row, i) => row !== i + 1);
 
 const visible = (text) => text.replaceAll("\n", "⏎").replace(/^ | $/g, "␣") || "∅";
@@ -52,7 +52,7 @@ export class Cycles {
     });
     this.forget();
   }
-  // The same picture with the whole page for it.
+  // The same picture on the whole page.
   larger() {
     const dialog = $("cycle-dialog");
     if (dialog.open) {
@@ -69,8 +69,8 @@ export class Cycles {
     this.drawn = 0;
     $("cycles").hidden = true;
   }
-  // While an answer streams its latest cycle, now and then; at its end the longest, of those that a branch made
-  // longer if any.
+  // During an answer its latest cycle, every PAUSE; at its end the longest cycle, preferring those that a branch made
+  // longer.
   show(meter, stats) {
     this.meter = meter;
     if (!stats && performance.now() - this.drawn < PAUSE) return;

@@ -16,7 +16,7 @@ export function make(tag, properties = {}, ...children) {
 export const smallButton = (label, properties) =>
   make("button", { type: "button", className: "small", ...properties }, label);
 
-// An entry of what will be sent, which can be taken out.
+// An entry of an outgoing list, with a button that removes it.
 export const removable = (shown, hint, remove) =>
   make("li", {}, shown, smallButton("✕", { "aria-label": hint, onclick: () => (remove(), $("prompt").focus()) }));
 
@@ -28,7 +28,7 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Text areas as tall as their text, up to the limit the style sheet sets.
+// Text areas grow with their text up to the style sheet's limit.
 export function grow(area) {
   area.style.height = "auto";
   area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
@@ -45,7 +45,7 @@ export function growing(area, submit) {
   }
 }
 
-// Follow the end of a scrolling box only while its reader is there.
+// Follow the end of a scrolling box only while the reader is at the end.
 export const atEnd = (box) => box.scrollHeight - box.scrollTop - box.clientHeight < 48;
 export function keepEnd(box, change) {
   const follow = atEnd(box);
@@ -59,7 +59,7 @@ export async function copy(text, button) {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
-    // no permission, or not a secure page: the old way
+    // no permission, or not a secure page: use execCommand
     const area = make("textarea", { value: text, className: "sr" });
     document.body.append(area);
     area.select();
@@ -72,7 +72,7 @@ export async function copy(text, button) {
   }, 1500);
 }
 
-// Screen readers hear whole sentences, in order, and never a half one.
+// Screen readers read whole sentences only, in order.
 export class Speaker {
   constructor(region) {
     this.region = region;

@@ -1,4 +1,4 @@
-// What was counted and recorded while tokens streamed; the server's own figures replace the counts when the answer
+// Counts and records of streamed tokens; the server's own figures replace the counts when the answer
 // is complete.
 export class Meter {
   constructor() {
@@ -18,7 +18,7 @@ export class Meter {
     this.tokens += tokens.length;
     const at = (this.last - this.began) / 1000;
     for (let from = 0; from < tokens.length;) {
-      // a cycle ends with the model's own token; what several cycles brought may come as one chunk
+      // a cycle ends with the model's own token; a chunk may hold several cycles
       const own = tokens.findIndex(([, kind], i) => i >= from && kind !== "accepted"),
         to = own < 0 ? tokens.length : own + 1;
       this.cycles.push({

@@ -1,4 +1,4 @@
-// The server's figures over time, from /metrics every two seconds: what changed between two readings.
+// The server's figures over time, from /metrics every two seconds: the differences between readings.
 import { $ } from "./dom.js";
 import { readMetrics } from "./api.js";
 import { Chart } from "./chart.js";
@@ -13,7 +13,7 @@ const share =
     change(whole)(a, b) ? (scale * change(part)(a, b)) / change(whole)(a, b) + plus : null;
 const level = (name) => (a, b) => b[name] ?? 0;
 
-// Counters begin at zero again in a new process: between its first reading and the one before there is no change.
+// Counters restart at zero in a new process: its first reading has no difference to the one before.
 const COUNTERS = ["new_tokens", "cycles", "prompt_tokens", "finished", "step_seconds", "ttft_seconds_count"];
 const restarted = (a, b) =>
   a.process_start_time_seconds !== b.process_start_time_seconds || COUNTERS.some((name) => change(name)(a, b) < 0);

@@ -1,5 +1,5 @@
 // Syntax highlighting for code blocks: comments, strings, numbers, keywords, names that are called. One pass with
-// one regular expression per language; a language that is not known gets no colours rather than wrong ones.
+// one regular expression per language; an unknown language gets no colours.
 
 const set = (text) => new Set(text.split(/\s+/));
 const C = `auto break case catch class const constexpr continue default delete do else enum explicit extern for friend

@@ -1,6 +1,6 @@
 // Markdown to DOM nodes: headings, lists, quotes, tables, fenced code, formulas, emphasis, code, links. HTML stays
 // text, images become their description, links lead to http, https and mailto only; nothing is fetched. Nesting ends
-// at a depth that no text needs: what is deeper is text.
+// at a maximum depth: deeper markup stays text.
 //
 // Every character that reaches the page remembers where in the source it stood, so that the caller's `leaf(text, from)`
 // can mark it (by the kind of its token). A half-finished document is fine: it is rendered again as it grows, and
@@ -9,7 +9,7 @@ import { make, copy } from "./dom.js";
 import { highlight } from "./highlight.js";
 import { formula } from "./math.js";
 
-const DEEP = 16; // blocks in blocks, emphasis in emphasis
+const DEEP = 16; // maximum nesting of blocks, and of emphasis
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
@@ -18,7 +18,7 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const MATHS = /^ {0,3}(\$\$|\\\[)/;
 const DIVIDER = /^ *\|?(?: *:?-+:? *\|)+ *:?-*:? *$/;
 
-// ---- blocks: a line is { text, at }, at being its place in the source
+// ---- blocks: a line is { text, at }; at: its offset in the source
 function lines(source) {
   let at = 0;
   return source.split("\n").map((text) => {
@@ -86,8 +86,8 @@ export function parse(all, depth = 0) {
   return blocks;
 }
 
-// A formula that begins with line i: { source, end }, the line after it; null where it has no end, or text behind
-// its end.
+// A formula that begins with line i: { source, end }, end being the line after it; null without an end, or with
+// text after it.
 function display(all, i) {
   const mark = MATHS.exec(all[i].text),
     close = mark[1] === "$$" ? "$$" : "\\]";
@@ -172,14 +172,14 @@ const MARKS = [
 const LINK = /^(!?)\[([^\]\n]*)\]\(\s*<?([^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/;
 const word = (c) => c !== undefined && /[\p{L}\p{N}_]/u.test(c);
 
-// What a backslash takes its meaning from; before other signs it stays, as in \, and \; of LaTeX.
+// Characters that a backslash escapes; before others it stays, as in \, and \; of LaTeX.
 const ESCAPED = /[\\`*_{}[\]()#+\-.!|~<>$"'&]/;
 const FORMULA =
   /^(?:\$\$([^$]+)\$\$|\$(?![\s$])((?:\\[\s\S]|[^$\\\n])*?[^\s$\\]|\\[^\s$])\$(?!\d)|\\\(([\s\S]+?)\\\)|\\\[([\s\S]+?)\\\])/;
 
 function inline(parent, { text, places }, from, to, leaf, depth = 0) {
   let plain = from;
-  const hopeless = new Set(); // marks that nothing closes from here on
+  const hopeless = new Set(); // marks without a closing one from here on
   const flush = (end) => {
     if (end > plain) emit(parent, text, places, plain, end, leaf);
   };
@@ -200,7 +200,7 @@ function inline(parent, { text, places }, from, to, leaf, depth = 0) {
     if (maths) {
       i += maths[0].length;
       continue;
-    } // a formula that we do not know stays as it was written
+    } // an unknown formula stays as it was written
     if (c === "\\" && i + 1 < to && ESCAPED.test(text[i + 1])) {
       flush(i);
       plain = i + 1;
@@ -258,7 +258,7 @@ function inline(parent, { text, places }, from, to, leaf, depth = 0) {
   flush(to);
 }
 
-// Where the mark ends; -1: it does not begin here; Infinity: nothing closes it.
+// The mark's end; -1: it does not begin here; Infinity: it is never closed.
 function closing(text, mark, start, to, before) {
   if (/\s/.test(text[start]) || (mark[0] === "_" && word(before))) return -1;
   for (

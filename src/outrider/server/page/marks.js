@@ -1,4 +1,4 @@
-// Where each token of an answer came from, as marks on its text.
+// The origin of each token of an answer, as marks on its text.
 import { make } from "./dom.js";
 
 export const KINDS = { accepted: "a", corrected: "c", bonus: "b", plain: "p" };
@@ -16,7 +16,7 @@ export class Marks {
     this.raw += piece;
     if (piece) this.ends.push([this.raw.length, KINDS[kind] ?? "p"]);
   }
-  // Goes on behind this text, the end of which may have no marks.
+  // Continues after this text, whose end may have no marks.
   continue(text) {
     if (this.raw.length < text.length) this.push(text.slice(this.raw.length), "plain");
     this.raw = text;
@@ -39,7 +39,7 @@ export class Marks {
     }
     return out;
   }
-  // Marks of raw[from, to) alone, for keeping.
+  // Marks of raw[from, to), for storage.
   pack(from, to) {
     let out = "",
       at = from;

@@ -1,5 +1,5 @@
 // LaTeX formulas to MathML, which browsers draw themselves: fractions, roots, scripts, sums, fences, matrices,
-// accents, text. What is not known is shown as it was written; nothing is lost.
+// accents, text. Unknown commands are shown as they were written.
 
 const NS = "http://www.w3.org/1998/Math/MathML",
   DEEP = 60;
@@ -92,7 +92,7 @@ const SKIP = new Set([
   "nonumber",
 ]);
 
-// Mathematical alphabets: the code points of Unicode, with those that stand elsewhere.
+// Mathematical alphabets: Unicode's code points, with the exceptions.
 const BASE = {
   "double-struck": [0x1d538, 0x1d552, 0x1d7d8],
   script: [0x1d49c, 0x1d4b6],
@@ -134,7 +134,7 @@ class Parser {
     throw new Error("no formula");
   }
   raw() {
-    // {text} as it stands
+    // {text} unparsed
     this.space();
     if (this.token !== "{") {
       const one = this.token ?? this.fail();
@@ -150,7 +150,7 @@ class Parser {
     }
     return out;
   }
-  // Up to one of the tokens, which is not taken.
+  // Reads up to one of the tokens, exclusive.
   row(...ends) {
     const out = [];
     if ((this.depth += 1) > DEEP) this.fail();
@@ -162,7 +162,7 @@ class Parser {
     return out.length === 1 ? out[0] : node("mrow", {}, ...out);
   }
   group() {
-    // an argument: {…} or one thing
+    // an argument: {…} or one atom
     this.space();
     if (this.token !== "{") return this.atom() ?? node("mrow");
     this.at += 1;
@@ -215,7 +215,7 @@ class Parser {
     if (token === "_" || token === "^") {
       this.at -= 1;
       return node("mrow");
-    } // a script of nothing
+    } // a script without a base
     if (token === "~") return node("mspace", { width: ".25em" });
     return node(
       "mo",
@@ -339,7 +339,7 @@ class Parser {
   }
 }
 
-// A <math> node; null where the source is no formula we know.
+// A <math> node; null if the source cannot be parsed.
 export function formula(source, display = false) {
   try {
     const parser = new Parser(source.trim()),

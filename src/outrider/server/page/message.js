@@ -9,7 +9,7 @@ export class Bubble {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.behind = false; // an answer that is asked for again has not yet reached the text that is shown
+    this.behind = false; // a re-requested answer has not reached the shown text yet
     const mine = message.role === "user";
     this.body = make("div", { className: "body" });
     this.node = make(
@@ -34,7 +34,7 @@ export class Bubble {
   }
 
   // ---- while it streams
-  // extend: the answer goes on behind its text
+  // extend: the answer continues after its text
   start(extend = false) {
     const { content, marks } = this.message;
     this.marks = new Marks(extend ? (marks ?? "") : "");
@@ -96,7 +96,7 @@ export class Bubble {
     this.node.append(this.foot);
     if (this.versions) this.branches(this.versions);
   }
-  // Which version of how many this is.
+  // The number of this version, and of all.
   branches(versions) {
     this.versions = versions;
     this.foot?.querySelector(".branches")?.remove();

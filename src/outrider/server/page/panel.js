@@ -19,7 +19,7 @@ export class Panel {
   }
   show(meter, stats) {
     if (meter !== this.meter) {
-      // another answer: nothing of the one before stays
+      // another answer: clear the previous one's figures
       this.meter = meter;
       this.cycles.forget();
       this.positions([]);

@@ -1,4 +1,4 @@
-// Messages that wait until the answer that streams is complete: shown above the message field, taken back by a
+// Messages that wait until the streaming answer is complete: shown above the message field, withdrawn by a
 // click, kept over a reload of this window.
 import { $, make, grow, removable } from "./dom.js";
 
@@ -20,7 +20,7 @@ export class Queue {
     this.draw();
     return item;
   }
-  // An answer was stopped or refused: what waited goes back into the message field.
+  // After a stopped or refused answer the waiting text returns to the message field.
   giveBack() {
     if (!this.items.length) return;
     const field = $("prompt");

@@ -59,7 +59,7 @@ export class Race {
     $("verdict").className = kind;
     $("verdict").textContent = text;
   }
-  // rival: the cycles of the run before, whose place at the same time is marked on the bar
+  // rival: the cycles of the other run, whose position at the same time is marked on the bar
   async run(name, drafts, prompt, rival) {
     const lane = this.lanes[name],
       meter = new Meter(),

@@ -1,12 +1,12 @@
-// Two recorded runs side by side, at real speed or slower. Drafts of the cycle under way are ghosts behind the text;
+// Two recorded runs side by side, at real speed or slower. Drafts of the current cycle are ghosts after the text;
 // when the cycle ends they are confirmed and join it, or are struck out and leave.
 import { $, make, keepEnd } from "./dom.js";
 import { treeOf } from "./cycles.js";
 
-const DRAFTING = 0.35; // of a cycle's time: then its draft is there. A drafter takes less; ghosts need time to be seen
-const SEEN = 100; // milliseconds on the screen that a cycle must last for its ghosts to be shown
+const DRAFTING = 0.35; // share of a cycle's time after which its draft is shown; ghosts need time to be seen
+const SEEN = 100; // minimum milliseconds of a cycle on the screen for its ghosts to be shown
 
-// Tokens that had come after so many seconds, and the seconds after which so many had come (null: never).
+// The number of tokens after given seconds, and the seconds of a given number (null: never).
 export const reached = (cycles, seconds) =>
   cycles.reduce((sum, c) => (c.at <= seconds ? sum + c.tokens.length : sum), 0);
 export function secondsTo(cycles, tokens) {
@@ -17,7 +17,7 @@ export function secondsTo(cycles, tokens) {
   }
   return null;
 }
-// What a cycle's draft looks like before it is judged, and after: the way that was taken, else the likeliest one.
+// A cycle's draft before and after verification: the accepted path, else the likeliest one.
 export function ghosts(cycle) {
   const tree = treeOf(cycle);
   if (!tree) return { drafted: [], struck: [] };
@@ -61,7 +61,7 @@ export class Lane {
     });
     this.shown += cycles.length;
   }
-  // The text at a time of the recording, with the draft under way (`slow`: cycles are long enough to see it).
+  // The text at a time of the recording, with the current draft (`slow`: cycles are long enough to see it).
   at(cycles, seconds, slow) {
     let done = 0;
     while (done < cycles.length && cycles[done].at <= seconds) done += 1;
@@ -165,7 +165,7 @@ export class Replay {
     $("replay-at").setAttribute("aria-valuetext", `${this.seconds.toFixed(2)} of ${this.end.toFixed(2)} seconds`);
     $("replay-time").textContent = `${this.seconds.toFixed(2)} / ${this.end.toFixed(2)} s`;
   }
-  // How much later plain decoding comes to where speculation is now.
+  // Seconds by which plain decoding reaches the present position of speculation later.
   ahead(plain, spec) {
     const tokens = reached(spec, this.seconds),
       there = secondsTo(plain, tokens),

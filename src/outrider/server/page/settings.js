@@ -9,7 +9,7 @@ const SLIDERS = {
 const NUMBERS = ["top-k", "seed", "max-tokens"];
 const SAMPLING = { temperature: "temperature", "top-p": "top_p", "top-k": "top_k" }; // as the server names them
 const SWITCHES = ["auto-plain", "shortcuts"];
-const key = (id) => `outrider.${id === "temperature" ? "chosen.temperature" : id}`; // 0 was stored unasked before
+const key = (id) => `outrider.${id === "temperature" ? "chosen.temperature" : id}`; // 0 was once stored without a choice
 
 const clamp = (input) => {
   const value = Math.round(Number(input.value) || 0); // NaN becomes 0
@@ -93,7 +93,7 @@ export class Settings {
     const saved = localStorage.getItem("outrider.model");
     this.choose(cards.some((c) => c.id === saved) ? saved : cards[0].id);
   }
-  // What is loaded changes while we look: only the words do, so that an open list stays as it is.
+  // The loaded models change over time: only labels are updated, so that an open list stays open.
   tell(cards) {
     this.models = cards;
     for (const option of $("model-choice").options) {
@@ -107,7 +107,7 @@ export class Settings {
     this.model = id;
     localStorage.setItem("outrider.model", id);
     $("model-choice").value = id;
-    // a folder's last part says enough
+    // the last part of a folder's path
     const drafter = card?.outrider?.drafter?.replace(/(?:[A-Za-z]:)?[/\\]\S*[/\\]/, "");
     $("model").textContent = [this.models.length > 1 ? "" : id, drafter].filter(Boolean).join(" · ");
     $("model").title = $("model").textContent;
@@ -123,12 +123,12 @@ export class Settings {
     const k = Number($("k").value);
     return k < 0 ? "auto" : k;
   }
-  // What is asked for, without the messages.
+  // The request without its messages.
   sampling(tries = 0, { drafts = this.drafts, limit = this.limit } = {}) {
     return {
       model: this.model,
       temperature: Number($("temperature").value),
-      top_p: Number($("top-p").value), // 1 and 0 too: left out, the model's own would hold
+      top_p: Number($("top-p").value), // 1 and 0 are sent too: without them the model's own values would apply
       top_k: Number($("top-k").value),
       seed: Number($("seed").value) + tries,
       max_completion_tokens: limit,

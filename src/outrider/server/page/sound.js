@@ -1,8 +1,8 @@
-// Sound that goes with a message: whatever the browser can play, as 16 kHz mono WAV; and recordings.
+// Sound attached to a message: files that the browser can play, as 16 kHz mono WAV, and recordings.
 import { $ } from "./dom.js";
 
 const RATE = 16000,
-  MAX_SECONDS = 30, // of a clip, as the models were trained
+  MAX_SECONDS = 30, // maximum of a clip, as in the models' training
   HEADER_BYTES = 44;
 
 export const isSound = (url) => url.startsWith("data:audio/");
@@ -66,7 +66,7 @@ export class Recorder {
     this.button.addEventListener("click", () => (this.recording ? this.recording.stop() : this.start()));
   }
   allow(yes) {
-    this.button.hidden = !yes || !navigator.mediaDevices; // browsers record for https and this machine only
+    this.button.hidden = !yes || !navigator.mediaDevices; // browsers record on https pages and on this machine only
   }
   async start() {
     let stream;

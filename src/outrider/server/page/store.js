@@ -1,4 +1,4 @@
-// Conversations, kept in this browser and nowhere else.
+// Conversations, stored in this browser only.
 //
 // One entry for a conversation's head, one for each of its messages: two windows never write the same entry unless
 // they change the same message. A message names its parent, so retries and edits are branches of one tree; the head
@@ -11,7 +11,7 @@ const PREFIX = "outrider.chat.",
   LIST = /^outrider\.chat\.([^/]+)$/;
 let last = 0;
 export function newId() {
-  // in the order of time: a message's id is greater than its parent's
+  // by time: a message's id is greater than its parent's
   last = Math.max(Date.now(), last + 1);
   return `${last.toString(36).padStart(9, "0")}${Math.random().toString(36).slice(2, 8).padEnd(6, "0")}`;
 }
@@ -25,7 +25,7 @@ const read = (key) => {
 const headKey = (id) => PREFIX + id,
   messageKey = (id, message) => `${PREFIX}${id}/${message}`;
 
-// This window, also after a reload.
+// An id of this window that survives reloads.
 export const WINDOW = sessionStorage.getItem("outrider.window") ?? newId();
 sessionStorage.setItem("outrider.window", WINDOW);
 
@@ -54,7 +54,7 @@ export class Conversation {
     return this.children(message.parent);
   }
   newest(id) {
-    // the end of the branch: each time the newest child
+    // the end of the branch, by newest children
     for (let next = this.children(id).at(-1); next; next = this.children(id).at(-1)) id = next.id;
     return id;
   }
@@ -65,7 +65,7 @@ export class Conversation {
     return made;
   }
   remove(message) {
-    // what followed it follows its parent
+    // its children move to its parent
     for (const child of this.children(message.id)) {
       child.parent = message.parent;
       this.keep(child);
@@ -76,7 +76,7 @@ export class Conversation {
     localStorage.removeItem(messageKey(this.id, message.id));
   }
 
-  // ---- keeping. False: there is no more room.
+  // ---- storing. False: storage is full.
   keep(message) {
     return write(messageKey(this.id, message.id), message, this.id) && this.keepHead();
   }
@@ -87,7 +87,7 @@ export class Conversation {
     const { id, title, system, updated, leaf, from } = this;
     return write(headKey(id), { id, title, system, updated, leaf, from }, id);
   }
-  // Messages of another window join; those that were removed there leave, but not `own`, which is being written here.
+  // Merges another window's messages and removals; `own`, which is being written here, stays.
   refresh(own = null) {
     const head = read(headKey(this.id));
     if (!head) return false;
@@ -96,12 +96,12 @@ export class Conversation {
     this.messages = messagesOf(this.id);
     if (mine) this.messages.set(own, mine);
     if (!this.get(this.leaf)) this.leaf = this.get(head.leaf) ? head.leaf : this.newest(null);
-    if (!own) this.leaf = this.newest(this.leaf); // what was added behind what is shown is shown
+    if (!own) this.leaf = this.newest(this.leaf); // show messages that were added after the shown one
     return true;
   }
 }
 
-// Earlier versions kept images only, under that name.
+// Earlier versions stored images only, under that name.
 function withMedia({ images, ...message }) {
   return images && !message.media ? { ...message, media: images } : message;
 }
@@ -115,7 +115,7 @@ function messagesOf(id) {
   return new Map(found.sort((a, b) => (a.id < b.id ? -1 : 1)).map((m) => [m.id, m]));
 }
 
-// When the browser has no more room, the oldest conversations go.
+// When the browser's storage is full, the oldest conversations are deleted.
 function write(key, value, keep) {
   for (;;) {
     try {
@@ -149,7 +149,7 @@ export function load(id) {
   return conversation;
 }
 
-// A conversation as one list: how it was kept by earlier versions.
+// A conversation as one list, as earlier versions stored it.
 function adopt({ messages, from, ...head }) {
   const conversation = new Conversation({ ...head, leaf: null, from: null });
   const made = messages
@@ -173,7 +173,7 @@ export function remove(id) {
     if (key === headKey(id) || key.startsWith(`${PREFIX}${id}/`)) localStorage.removeItem(key);
 }
 
-// Conversations one of whose messages or whose title contains all the words.
+// Conversations with all the words in their title or in one message.
 export function search(words) {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean),
     texts = new Map();
@@ -186,7 +186,7 @@ export function search(words) {
   return heads().filter(({ id }) => wanted.every((word) => texts.get(id).includes(word)));
 }
 
-// ---- to a file and back
+// ---- export and import
 export const exported = () =>
   JSON.stringify(
     {
@@ -199,7 +199,7 @@ export const exported = () =>
     1,
   );
 
-// Of a message in a file what we know, and only as we write it.
+// The known fields of an imported message, if they have the expected types.
 function clean(message) {
   const { id, parent, role, content, reasoning, marks, note, refused, media } = withMedia(message);
   if (!/^\w{1,40}$/.test(id) || !["user", "assistant"].includes(role) || typeof content !== "string") return null;
@@ -219,7 +219,7 @@ function clean(message) {
   };
 }
 
-// How many were read. What is here already (by id) is joined, not replaced.
+// Returns the number of conversations read. Existing ones (by id) are merged, not replaced.
 export function imported(text) {
   let data;
   try {
@@ -255,7 +255,7 @@ export function imported(text) {
   return count;
 }
 
-// `changed(id)` when another window wrote a conversation; without an id: everything may have changed.
+// Calls `changed(id)` when another window wrote a conversation; without an id everything may have changed.
 export function watch(changed) {
   addEventListener("storage", ({ key, storageArea }) => {
     if (storageArea !== localStorage) return;
