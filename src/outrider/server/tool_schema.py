@@ -74,6 +74,7 @@ def enforceable(function: ToolFunction, notes: SchemaNotes) -> dict[str, Json]:
     while reader.pending:
         pointer, name = reader.pending.popitem()
         reader.definitions[name] = reader.read(reader.target(pointer))
+    reader.check_references()
     reader.check_alternatives()
     return {**root, "$defs": reader.definitions} if reader.definitions else root
 
@@ -93,6 +94,18 @@ class _SchemaReader:
             resolved = [self.definitions.get(_definition(part), part) for part in alternatives]
             if not disjoint(resolved):
                 self._notes.ignore("oneOf", "alternatives that overlap; anyOf can be enforced")
+
+    def check_references(self) -> None:
+        """Replaces definitions that only refer to each other in a circle: no value follows from them."""
+        for name in self.definitions:
+            passed = {name}
+            following = _definition(self.definitions[name])
+            while following and following not in passed:
+                passed.add(following)
+                following = _definition(self.definitions[following])
+            if following:
+                self._notes.ignore("$ref", "references in a circle")
+                self.definitions[name] = {}
 
     def target(self, pointer: str) -> Json:
         """The part of the root that a JSON pointer names; None if there is none."""
