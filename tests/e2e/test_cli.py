@@ -160,7 +160,7 @@ def test_chat_commands(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytes
         "No such file",
     ):
         assert message in err, message
-    assert "none is no conversation that /save wrote" in err
+    assert "none is not a conversation written by /save" in err
 
 
 def test_a_chat_goes_on_where_it_ended(cli: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_a_chat_survives_what_goes_wrong_in_it(
     monkeypatch.setattr("outrider.cli.chat.Conversation.attach", interrupted)
     monkeypatch.setattr("builtins.input", lambda *_, rest=iter(lines): next(rest))
     code, _, err = cli("chat", model, "--max-tokens", 2, "--max-context", 64)
-    assert code == 0 and "the context holds 64" in err and "deep.json is no conversation that /save wrote" in err
+    assert code == 0 and "the context holds 64" in err and "deep.json is not a conversation written by /save" in err
     assert [m["role"] for m in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
     assert "/dev/full: No space left" in err and "nothing was asked yet" in err
     assert [m["role"] for m in json.loads(answered.read_text())["messages"]] == ["assistant"]

@@ -262,7 +262,7 @@ def test_a_fifo_in_place_of_the_key_file_does_not_stop_the_server(
     file.unlink()
     os.mkfifo(file)
     keys.reload()
-    assert keys.find(b"alice") and "stay as they were" in caplog.text
+    assert keys.find(b"alice") and "are unchanged" in caplog.text
 
 
 @pytest.mark.parametrize("share", [False, True])

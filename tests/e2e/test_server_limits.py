@@ -198,7 +198,7 @@ def test_key_files(tmp_path: Any) -> None:
     file.write_text("# mine\nalpha\n\n beta \n")
     assert read_keys("own", file) == ("own", "alpha", "beta")
     file.write_text("# none\n")
-    with pytest.raises(OutriderError, match="holds no API key"):
+    with pytest.raises(OutriderError, match="contains no API key"):
         read_keys(None, file)
 
 

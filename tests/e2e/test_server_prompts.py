@@ -147,7 +147,7 @@ def test_progress_is_told(slow: Served, caplog: pytest.LogCaptureFixture, monkey
                     )
                     slow.engine.may_read.set()
         assert ": prompt 100 of" in told and '"Z"' in told
-    assert any("reading a prompt: 100 of" in r.message for r in caplog.records)
+    assert any("prefill: 100 of" in r.message for r in caplog.records)
     assert "word" not in caplog.text
 
 

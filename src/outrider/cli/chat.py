@@ -298,7 +298,7 @@ def read_conversation(path: Path) -> StoredConversation:
             return StoredConversation(model if isinstance(model, str) else None, rows)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise OutriderError(f"{path} is no conversation that /save wrote")
+    raise OutriderError(f"{path} is not a conversation written by /save")
 
 
 def last_path() -> Path:

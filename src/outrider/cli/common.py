@@ -265,7 +265,7 @@ def with_adapters(load: LoadSettings, given: list[str] | None) -> LoadSettings:
         if not sign or Path(text).exists():
             name = Path(text).name.removesuffix(".gguf")
             path = text
-        require(name not in adapters, f"--adapter: two adapters would be called {name!r}: write NAME=PATH")
+        require(name not in adapters, f"--adapter: two adapters would have the name {name!r}: write NAME=PATH")
         adapters[name] = path
     return replace(load, adapters=adapters)
 

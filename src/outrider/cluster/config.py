@@ -92,7 +92,7 @@ class ClusterConfig(BaseModel, frozen=True):
             options["tree"] = "off"
         for name, value in options.items():
             if isinstance(value, bool) and name not in ("vision", "audio"):
-                raise OutriderError(f"{where}{name}: {json.dumps(value)} is not allowed: it is no yes or no")
+                raise OutriderError(f"{where}{name}: {json.dumps(value)} is not allowed: use true or false")
         try:
             load = LoadFields.model_validate({name: value for name, value in options.items() if name in OPTIONS})
             serve_fields = {name: value for name, value in options.items() if name not in OPTIONS}
@@ -143,7 +143,7 @@ class ClusterConfig(BaseModel, frozen=True):
             per_replica = float(bool(gpus and wanted)) * parts
         one_each = parts == 1 or per_replica in (0, parts)
         requirement = f"gpus_per_replica: {per_replica:g}"
-        require(one_each, f"{requirement} with tensor_parallel {parts}: a GPU a process; leave the first out")
+        require(one_each, f"{requirement} with tensor_parallel {parts}: one GPU per process; leave the first out")
         require(per_replica <= gpus, f"{requirement}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         changes = {

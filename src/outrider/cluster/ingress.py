@@ -173,7 +173,7 @@ class Ingress:
                     return
                 if attempt < self._retries:
                     self._retried.inc()
-                    log.warning("a replica was lost before its answer began: the request goes to another")
+                    log.warning("a replica was lost before its answer began; retrying on another")
             except TimeoutError:
                 break
             except ReplicaRefused:

@@ -56,7 +56,7 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
     except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing
         if name != "auto":
             raise OutriderError(f"--ops {name} is not available here: {error}") from error
-        log.warning("no %s kernels (%s): using the plain torch operators, which are many times slower", wanted, error)
+        log.warning("no %s kernels (%s): using plain torch operators, which are many times slower", wanted, error)
     return ReferenceOps()
 
 

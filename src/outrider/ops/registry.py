@@ -179,7 +179,7 @@ class Registry:
             return
         self.rejected[name] = reason
         self.candidates.cache_clear()
-        log.warning("kernel %s does not serve on %s: %s", name, self.machine.identity, reason)
+        log.warning("kernel %s is not used on %s: %s", name, self.machine.identity, reason)
 
     def apply(self, certification: Certification) -> None:
         for name, reason in certification.rejected.items():

@@ -62,7 +62,7 @@ class ContentBlock(Lenient):
     def complete(self) -> ContentBlock:
         self.image = url_of(_image_url(self.source or {}), "source", IMAGE) if self.type == "image" else None
         if self.type == "tool_use":
-            refuse(self.name is None or TOOL_NAME.fullmatch(self.name) is None, "name is no name of a tool")
+            refuse(self.name is None or TOOL_NAME.fullmatch(self.name) is None, "name is not a valid tool name")
         return self
 
 

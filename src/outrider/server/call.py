@@ -276,7 +276,7 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
         except (TimeoutError, ApiError) as e:
             why = e.reason if isinstance(e, ApiError) else "deadline"
-            log.info("an answer that had begun was cut off: %s", why)
+            log.info("a streamed answer was cut off: %s", why)
             abort = scope.get("state", {}).get("abort")
             if abort is not None:
                 abort()

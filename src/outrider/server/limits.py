@@ -130,17 +130,17 @@ class Keys:
     def reload(self) -> None:
         """Read the file again. One that can't be read changes nothing: a typing error must not open the server."""
         if self._file is None:
-            log.warning("there is no --api-key-file to read again")
+            log.warning("no --api-key-file to reload")
             return
         if self._file.exists() and not self._file.is_file():  # opening a fifo would stop the event loop
-            log.error("the API keys stay as they were: %s is not a regular file", self._file)
+            log.error("the API keys are unchanged: %s is not a regular file", self._file)
             return
         try:
             self._keys = [k.encode() for k in read_keys(self._command_line_key, self._file)]
         except OutriderError as e:
-            log.error("the API keys stay as they were: %s", e)
+            log.error("the API keys are unchanged: %s", e)
         else:
-            log.info("read %d API keys again", len(self._keys))
+            log.info("reloaded %d API keys", len(self._keys))
 
 
 def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:

@@ -384,7 +384,7 @@ def read_names(given: Sequence[str]) -> dict[str, str]:
         alias = None if Path(text).exists() else ALIAS.fullmatch(text)
         name, model = (alias[1], alias[2]) if alias else (public_name(text), text)
         if name in out:
-            raise OutriderError(f"two models would be called {name!r}: name one of them, as in other={out[name]}")
+            raise OutriderError(f"two models would have the name {name!r}: rename one of them, as in other={out[name]}")
         out[name] = model
     return out
 

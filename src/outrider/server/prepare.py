@@ -382,7 +382,7 @@ class Preparer:
             return None
         field, kind, what = formats[0]
         other = formats[-1][0]
-        bad_if(len(formats) > 1, f"{field} and {other} both say what the answer must be; send one.", other)
+        bad_if(len(formats) > 1, f"{field} and {other} both constrain the answer; send only one.", other)
         both = body.allowed_token_ids is not None
         bad_if(both, f"allowed_token_ids can't be combined with {field}.", "allowed_token_ids")
         return GrammarSource(kind, what if isinstance(what, str) else _dumps(what, field), field)

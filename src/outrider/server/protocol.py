@@ -195,7 +195,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
         elif self._phase == "unread":
             seconds = self._shared.settings.stall_timeout
-            log.info("a connection was ended: its client did not read its answer for %g s", seconds)
+            log.info("closed a connection: its client did not read its answer for %g s", seconds)
             self.transport.abort()
         else:
             log.info("refused a connection: its request's %s did not arrive in time", self._phase)

@@ -48,4 +48,4 @@ class PromptRecorder:
                 new_file.write(text)
             os.replace(new_file.name, self._file)
         except (OSError, ValueError, AttributeError, TypeError) as e:
-            log.warning("the beginning of a prompt was not recorded: %s", type(e).__name__)
+            log.warning("could not record the beginning of a prompt: %s", type(e).__name__)

@@ -254,11 +254,11 @@ class Runner:
         try:
             num_bytes = self._engine.tidy(self._unused_s)
         except Exception as e:
-            log.error("giving memory back failed: %s", where(e))
+            log.error("releasing memory failed: %s", where(e))
             return
         if num_bytes > 0:
             trim()
-            log.info("%d MB of K/V went back to the system: it had not been used for a while", num_bytes >> 20)
+            log.info("released %d MB of unused K/V to the system", num_bytes >> 20)
 
     def _meanwhile(self) -> None:
         self._written = True
@@ -341,7 +341,7 @@ class Runner:
                 if id in before:
                     total = len(self.progress[id].request.prompt)
                     speed = (done - before[id]) / seconds
-                    log.info("reading a prompt: %d of %d tokens, %.0f tokens/s", done, total, speed)
+                    log.info("prefill: %d of %d tokens, %.0f tokens/s", done, total, speed)
 
     def _submit(self, request: Request, stream: RequestStream) -> None:
         if self.detached:
@@ -351,7 +351,7 @@ class Runner:
         except OutriderError:
             raise
         except Exception as e:
-            log.error("the engine could not take a request: %s", where(e))
+            log.error("the engine failed to accept a request: %s", where(e))
             raise EngineError("the engine could not take this request") from None
         self._streams[request.id] = stream
 
@@ -375,7 +375,7 @@ class Runner:
             known = self._engine.progress().get(id) if may_detach and self._detached_s > 0 and not crowded else None
             if known is not None and known.prompt_left >= MIN_DETACHED_TOKENS:
                 self.detached[id] = time.monotonic() + self._detached_s
-                log.info("a client left; its prompt is read to the end for a retry")
+                log.info("a client left; its prefill continues for a retry")
                 return
             self._engine.abort(id)
         except Exception as e:

@@ -54,7 +54,7 @@ async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priorit
     except EngineError as e:
         raise ApiError(503, f"{e}.", retry_after=5, code="shutting_down") from e
     except Exception as e:
-        log.error("the engine failed on a text that was to be read: %s", where(e))
+        log.error("the engine failed while scoring a text: %s", where(e))
         raise ApiError(500, "The engine failed on this request.", code="engine_error") from e
     finally:
         model.turns.release(client)

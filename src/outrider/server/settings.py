@@ -116,7 +116,7 @@ def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
         with bad_input((OSError, UnicodeDecodeError), lambda e: f"can't read the API keys in {file}: {e}"):
             lines = file.read_text(encoding="utf-8").splitlines()
         file_keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        require(bool(file_keys), f"{file} holds no API key; write one a line")
+        require(bool(file_keys), f"{file} contains no API key; write one per line")
         keys += file_keys
     return tuple(keys)
 

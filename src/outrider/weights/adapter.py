@@ -159,7 +159,7 @@ def _read_peft(folder: Path, config: ModelConfig) -> LoraFile:
         require(a.shape[0] == rank, f"{folder}: tensor {pair['A'][0]} has rank {a.shape[0]}, {CONFIG} says {rank:g}")
         updates[source] = LoraUpdate(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
     if skipped:
-        log.warning("%s: %d modules of the vision or audio tower are not applied", folder.name, skipped)
+        log.warning("%s: ignored %d modules of the vision or audio tower", folder.name, skipped)
     _check_complete(folder, settings, updates=updates, sources=sources)
     return LoraFile(updates)
 

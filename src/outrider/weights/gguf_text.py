@@ -73,7 +73,7 @@ def advised(given: Mapping[str, object], names: Mapping[str, str], where: str) -
         if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
             settings[name] = int(value) if name == "top_k" else value
         elif value is not None:
-            log.warning("%s: %s is %r, not a number in %g..%g: it is not used", where, key, value, low, high)
+            log.warning("%s: %s is %r, not a number in %g..%g: ignored", where, key, value, low, high)
     return settings
 
 

@@ -76,7 +76,7 @@ def test_what_it_says_of_itself_reads_back() -> None:
         0.0,
         2.0,
     )
-    with pytest.raises(OutriderError, match="a GPU a process"):
+    with pytest.raises(OutriderError, match="one GPU per process"):
         ClusterConfig.of({"model": "m", "tensor_parallel": 2, "gpus_per_replica": 1}).placed(4)
     with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
         ClusterConfig.of({"model": "m", "gpus_per_replica": 1}).placed(0)

@@ -82,9 +82,7 @@ def test_a_kernel_broken_on_purpose_never_serves(caplog: pytest.LogCaptureFixtur
         registry.apply(certification)
         registry.apply(certification)
     assert registry.choose("product", 641).name == "any"
-    assert [r.message for r in caplog.records] == [
-        "kernel tiles does not serve on card: small at 129 rows: row 0 differs"
-    ]
+    assert [r.message for r in caplog.records] == ["kernel tiles is not used on card: small at 129 rows: row 0 differs"]
     assert certification.independent_rows(PROMISED) == PROMISED  # the definition serves what it served
 
 
@@ -135,7 +133,7 @@ def test_a_kernel_that_cannot_be_compiled_gives_way(caplog: pytest.LogCaptureFix
     registry = Registry([kernel("tiles", fails), kernel("any")], Card())
     with caplog.at_level(logging.WARNING, "outrider"):
         assert registry.run("product", 3, 3) == exact(3) and registry.run("product", 3, 3) == exact(3)
-    assert [r.message for r in caplog.records] == ["kernel tiles does not serve on card: no machine code"]
+    assert [r.message for r in caplog.records] == ["kernel tiles is not used on card: no machine code"]
 
 
 def test_a_call_that_a_kernel_does_not_take_goes_to_the_next() -> None:

@@ -232,7 +232,7 @@ def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> 
     odd.mkdir()
     read = pool_module.read_names(["smollm2", "big=org/name", str(odd)])
     assert list(read.items()) == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
-    with pytest.raises(OutriderError, match="two models would be called 'smollm2'"):
+    with pytest.raises(OutriderError, match="two models would have the name 'smollm2'"):
         pool_module.read_names(["smollm2", "smollm2=org/name"])
 
 
