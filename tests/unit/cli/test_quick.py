@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from outrider.cli.main import COMMANDS, app
 from outrider.cli.quick import Later, quick_start
+from outrider.ops.cpu import build
 
 CHILD = """
 import sys
@@ -36,6 +38,14 @@ assert table(ids).shape == (2, 3)
 assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(1)), seeded)
 """
 
+FIRST_START = """
+from outrider.cli.quick import quick_start
+with quick_start("cpu"):
+    from outrider.ops import choose
+from outrider.ops.cpu.ops import CpuOps
+assert isinstance(choose("cpu", "cpu"), CpuOps)
+"""
+
 
 def test_help_of_all_commands_needs_no_torch() -> None:
     """One import at the top of a command made `outrider --help` three times as slow."""
@@ -47,6 +57,18 @@ def test_help_of_all_commands_needs_no_torch() -> None:
 def test_torch_starts_without_its_shape_rules_and_gets_them_when_asked() -> None:
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_are_certified_in_a_quick_start(tmp_path: Path) -> None:
+    """A first start without an earlier certification fell back to torch's operators, which are many times slower."""
+    library = build.shared_object()
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / library.name).symlink_to(library)
+    env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", FIRST_START]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "certified").iterdir())
 
 
 def test_a_stand_in_is_replaced_by_what_it_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

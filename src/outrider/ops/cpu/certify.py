@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,15 +134,15 @@ class Problems:
         self.lib = lib
         self.pool = pool
         self.packer = Packer(lib, pool, Arena())
-        self.random = torch.Generator().manual_seed(0)
+        self.random = np.random.default_rng(0)  # a quick start (cli/quick.py) has no torch.Generator
 
     def weight(self, kind: str, rows: int, columns: int) -> PackedWeight:
         """Random blocks with finite scales."""
         size, nbytes = BLOCKS[kind]
         shape = (rows * columns // size, nbytes)
-        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.random)
+        blocks = torch.from_numpy(self.random.integers(0, 256, shape, dtype=np.uint8))
         for place in FORMATS[kind]:
-            scales = torch.rand(len(blocks), 1, generator=self.random) * 0.02 + 0.001
+            scales = torch.from_numpy(self.random.random((len(blocks), 1), dtype=np.float32)) * 0.02 + 0.001
             blocks[:, place : place + 2] = scales.half().view(torch.uint8)
         if kind == "MXFP4":
             blocks[:, 0] = 120  # its scale is an exponent
@@ -151,7 +152,10 @@ class Problems:
         return packed
 
     def inputs(self, columns: int) -> Tensor:
-        return torch.randn(ROWS[-1], columns, generator=self.random)
+        return self.normal(ROWS[-1], columns)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.from_numpy(self.random.standard_normal(shape, dtype=np.float32))
 
     def product(self, weight: PackedWeight | Tensor, x: Tensor) -> Tensor:
         c = c_weight(weight)
@@ -177,11 +181,11 @@ class Problems:
             columns = 1280 if BLOCKS[kind][0] == 256 else 1120
             yield self.probe(kind, partial(self.product, self.weight(kind, 40, columns)), columns)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            dense = torch.randn(40, 104, generator=self.random).to(dtype)
+            dense = self.normal(40, 104).to(dtype)
             yield self.probe(str(dtype).removeprefix("torch."), partial(self.product, dense), 104)
         yield self.probe("gate and up", partial(self.gated, self.weight("Q4_K", 128, 256)), 256)
         weights = ExpertWeights(
-            router=torch.randn(5, 256, generator=self.random) * 0.1,
+            router=self.normal(5, 256) * 0.1,
             expert_scale=torch.ones(5),
             gate_up=self.weight("Q4_0", 5 * 512, 256).view(5, 512, 256),
             down=self.weight("Q6_K", 5 * 256, 256).view(5, 256, 256),
