@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # images set it; workers and commands started by tests would compile every module again
 
-.PHONY: setup demo test test-clients test-arm test-ray test-systems check docs dist wheels images packages clean gpu-archs
+.PHONY: setup demo test test-clients test-arm test-kernels test-ray test-systems check docs dist wheels images packages clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -38,9 +38,17 @@ test-clients: setup
 	cd tests/clients && npm install --no-package-lock --no-audit --no-fund --silent
 	$(BIN)/pytest -rs tests/e2e/test_clients.py tests/clients
 
-# The CPU kernels for ARM, cross-compiled and run under qemu (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user).
+# Every family of CPU kernels on Linux, as Windows programs under Wine and for ARM under qemu: the same bits for every
+# compiler and system (wine, qemu-user-static, libc6-arm64-cross; half an hour, less with wheels in dist/).
+test-kernels: setup
+	$(BIN)/python tests/systems/kernels.py
+
+# ARM under qemu: kernels beside their definitions, by GCC (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user), and
+# with the wheel a whole Debian: `outrider demo` and a hundred tests (root rights, debootstrap, qemu-user-static; hours).
 test-arm: setup
 	$(BIN)/python tests/arm/run.py
+	$(BIN)/python tools/wheels.py linux-aarch64
+	$(BIN)/python tests/arm/system.py
 
 # Tests again without the modules, functions and files that Windows or macOS lack (minutes; tests/systems/run.py lists them).
 test-systems: setup

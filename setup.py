@@ -8,7 +8,9 @@ install compiles at first use, from the sources. OUTRIDER_WHEEL names another sy
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +35,10 @@ class BuildWithKernels(build_py):
             levels = os.environ.get("OUTRIDER_WHEEL_LEVELS", "").split() or TARGET.levels
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda level: targets.compile_to(TARGET, level, folder), levels))
+            if TARGET.system == "win32":
+                with tempfile.TemporaryDirectory() as scratch:  # the linker puts an import library next to it
+                    targets.compile_cpuid(TARGET, Path(scratch, "cpuid.dll"))
+                    shutil.move(Path(scratch, "cpuid.dll"), folder.parents[2] / "platforms")
             return
 
         def one(level):

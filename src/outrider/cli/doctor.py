@@ -18,6 +18,7 @@ import typer
 from rich.text import Text
 
 from .. import __version__
+from ..types import OutriderError
 from . import common
 from .common import out
 
@@ -43,6 +44,9 @@ def doctor(
     as_json: common.AsJson = False,
     build: Annotated[bool, typer.Option(help="Compile the CPU kernels if that was not done yet.")] = True,
     kernels: Annotated[bool, typer.Option("--kernels", help="List which kernel serves which operation here.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Check and time kernels and the default model; a page for an issue.")
+    ] = False,
 ) -> None:
     """Print what is installed, which kernels and GPU will be used, and what would make this machine faster.
 
@@ -50,6 +54,8 @@ def doctor(
     """
     if kernels:
         return _kernels(as_json)
+    if report:
+        return _report(as_json)
     findings = [*_python(), *_extras(), *_cpu(build), *_gpu(), *_storage()]
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
@@ -59,6 +65,22 @@ def doctor(
             if f.advice:
                 out.print(f"     {'':<16} → {f.advice}", style="dim")
     if any(f.state == "bad" for f in findings):
+        raise typer.Exit(1)
+
+
+def _report(as_json: bool) -> None:
+    """Print the page. Exit code 1 if a check of it failed."""
+    from .report import lines, title
+
+    if as_json:
+        raise OutriderError("--report is a page for people: leave --json out")
+    findings = [*_python(), *_extras(), *_cpu(build=True), *_gpu(), *_storage()]
+    failed = False
+    print(f"**{title()}**\n")
+    for line in lines([f"{f.what:<16} {f.found}" for f in findings]):
+        print(line, flush=True)
+        failed = failed or "**NO**" in line
+    if failed:
         raise typer.Exit(1)
 
 
@@ -140,7 +162,7 @@ def _cpu(build: bool) -> Iterator[Diagnosis]:
             kernels = f"{shared_object()} (by {name})" if build else f"compiled by {name} when first needed"
         yield Diagnosis("ok", "CPU kernels", kernels)
     except BuildError as error:
-        advice = "apt-get install gcc, or set CC to a compiler that works; without one: --ops reference, slowly"
+        advice = "install gcc or clang, or: pip install ziglang; without a compiler: --ops reference, slowly"
         yield Diagnosis("bad", "CPU kernels", found=str(error), advice=advice)
 
 

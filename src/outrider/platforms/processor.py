@@ -27,9 +27,14 @@ DARWIN_FEATURES = {
     "hw.optional.arm.FEAT_FP16": "asimdhp",
     "hw.optional.arm.FEAT_I8MM": "i8mm",
 }
-# Numbers of IsProcessorFeaturePresent. Every processor with AVX2 that Windows 10 supports has FMA and F16C. There is no
-# number for VNNI, so levels beyond AVX2 must be chosen explicitly: --ops cpu:avx512.
+# Numbers of IsProcessorFeaturePresent, if there is no cpuid.dll. Every processor with AVX2 that Windows 10 supports has
+# FMA and F16C. There is no number for VNNI, so levels beyond AVX2 are then not known to run.
 WINDOWS_FEATURES = {40: ("avx2", "fma", "f16c"), 41: ("avx512f",), 43: ("asimddp",)}
+CPUID_LIBRARY = Path(__file__).with_name("cpuid.dll")  # cpuid.c, in Windows's wheels
+CPUID_FEATURES = (  # in the order of its bits
+    *("f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"),
+    "avx_vnni",
+)
 
 
 def machine() -> str:
@@ -143,10 +148,17 @@ def _kernel32() -> object | None:
 
 
 def _windows_features() -> set[str]:
+    with suppress(OSError):  # no such file
+        return features_of_bits(ctypes.CDLL(str(CPUID_LIBRARY)).outrider_cpu_features())
     present = getattr(_kernel32(), "IsProcessorFeaturePresent", None)
     if present is None:
         return set()
     return {feature for number, names in WINDOWS_FEATURES.items() if present(number) for feature in names}
+
+
+def features_of_bits(bits: int) -> set[str]:
+    """Names of the features in the number that cpuid.c returns."""
+    return {name for number, name in enumerate(CPUID_FEATURES) if bits >> number & 1}
 
 
 def _windows_performance_cores() -> int | None:

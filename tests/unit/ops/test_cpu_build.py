@@ -93,8 +93,7 @@ def test_another_compiler_is_another_library(tmp_path: Path, monkeypatch: pytest
     assert first != second and second == build.shared_object()
     fake_compiler(folders[1], monkeypatch, BUILDS + "; true")  # an update
     assert build.shared_object() not in (first, second)
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    without_compiler(monkeypatch, tmp_path)
     assert build.shared_object().parent == first.parent  # no compiler: any of them
 
 
@@ -147,10 +146,41 @@ def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(
     assert build.cache_path("cuda", "x") == tmp_path / "spare" / "cuda" / "x"
 
 
+def without_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(build, "zig_compiler", lambda: None)
+
+
+@pytest.mark.skipif(build.zig_compiler() is None, reason="needs the package ziglang")
+def test_the_package_ziglang_is_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without cc, gcc and clang a source install asked for one of them, on Windows too, where none is usual."""
+    commands = list[list[str]]()
+
+    def run(some: list[list[str]], folder: str) -> None:
+        commands.extend(some)
+        Path(folder, "kernels.so").write_bytes(b"linked")
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "_run", run)
+    build.compile_to(tmp_path / "kernels.so", "generic")
+    assert build.compiler() == str(build.zig_compiler())
+    assert [command[:2] for command in commands] == [[build.compiler(), "cc"]] * 4
+    assert all("-ffp-contract=off" in command for command in commands) and "-shared" in commands[-1]
+
+
+@pytest.mark.skipif(build.zig_compiler() is None, reason="needs the package ziglang")
+def test_on_windows_a_gcc_on_the_path_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(build, "zig_compiler", lambda: tmp_path / "zig.exe")
+    monkeypatch.setattr(build.sys, "platform", "win32")
+    assert build.compiler() == str(tmp_path / "zig.exe")
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
+    without_compiler(monkeypatch, tmp_path)
     with caplog.at_level(logging.WARNING):
         assert type(choose("cpu", "auto")) is ReferenceOps
     assert len(caplog.records) == 1 and "no C compiler" in caplog.text
@@ -352,8 +382,7 @@ def test_shipped_kernels_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_p
     library.write_bytes(b"")
     (library.parent / f"kernels-{level}-0123456789abcdef.so").write_bytes(b"")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
+    without_compiler(monkeypatch, tmp_path)
     with pytest.raises(build.BuildError, match="no C compiler"):
         build.shared_object()
     monkeypatch.setattr(build, "SHIPPED", library.parent)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.serve import require_protection
+from outrider.ops.cpu import build
 from outrider.platforms import folders, limits, locks, processor
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
@@ -165,3 +166,24 @@ def test_features_of_apple_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processor.cpu_flags() == {"asimddp", "asimdhp"}
     monkeypatch.setattr(processor.platform, "machine", lambda: "arm64")
     assert processor.machine() == "aarch64"
+
+
+@pytest.mark.skipif(processor.machine() != "x86_64" or sys.platform != "linux", reason="asks an x86 processor")
+def test_cpuid_and_linux_name_the_same_features(tmp_path: Path) -> None:
+    """On Windows a wheel's cpuid.dll is all that tells AVX-512's VNNI and AVX-VNNI from AVX2."""
+    source = Path(processor.__file__).with_name("cpuid.c")
+    program = tmp_path / "cpuid"
+    command = [
+        build.compiler(),
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-DCPUID_PROGRAM",
+        str(source),
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, check=True)
+    bits = int(subprocess.run([program], capture_output=True, check=True).stdout)
+    assert processor.features_of_bits(bits) == processor.cpu_flags() & set(processor.CPUID_FEATURES)

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -125,10 +126,25 @@ def cache_path(*parts: str) -> Path:
 
 
 def compiler() -> str:
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+    """A C compiler on the path, or the path of the package ziglang's. On Windows what is called gcc there may lack
+    half of what the kernels use: only `CC` comes before the package."""
+    on_path = () if sys.platform == "win32" else ("cc", "gcc", "clang")
+    for name in (os.environ.get("CC"), *on_path):
         if name and shutil.which(name):
             return name
-    raise BuildError("no C compiler (cc, gcc or clang) on the path")
+    zig = zig_compiler()
+    if zig is not None:
+        return str(zig)
+    raise BuildError("no C compiler (cc, gcc or clang) on the path, and no package ziglang")
+
+
+def zig_compiler() -> Path | None:
+    """The program of the package `ziglang` (pip install ziglang), a C compiler with its own headers and libraries."""
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        return None
+    program = Path(spec.origin).with_name("zig.exe" if sys.platform == "win32" else "zig")
+    return program if program.exists() else None
 
 
 def shared_object(isa: str | None = None) -> Path:
@@ -212,16 +228,31 @@ def compile_to(target: Path, isa: str, progress: Progress | None = None) -> None
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
             objects = {name: Path(scratch, f"{name}.o") for name in UNITS}
             library = f"{scratch}/kernels.so"
-            flags = [*COMMON.split(), *FLAGS[isa].split()]
+            compilations, link = _commands(cc, isa, objects, library)
             with progress(isa, objects) if progress is not None else nullcontext():
-                _run([[cc, *flags, "-c", str(HERE / name), "-o", str(out)] for name, out in objects.items()], scratch)
-                _run([[cc, *flags, "-shared", *map(str, objects.values()), "-o", library, "-lm"]], scratch)
+                _run(compilations, scratch)
+                _run([link], scratch)
             os.chmod(library, 0o755)
             os.replace(library, target)
     except OSError as error:
         raise BuildError(
             f"cannot keep the kernels in {folder}: {error.strerror or error} (OUTRIDER_CACHE names another place)"
         ) from None
+
+
+def _commands(cc: str, isa: str, objects: Mapping[str, Path], library: str) -> tuple[list[list[str]], list[str]]:
+    """Returns a command for each source, and the one that links the library."""
+    if cc != str(zig_compiler()):
+        flags = [*COMMON.split(), *FLAGS[isa].split()]
+        compilations = [[cc, *flags, "-c", str(HERE / name), "-o", str(out)] for name, out in objects.items()]
+        return compilations, [cc, *flags, "-shared", *map(str, objects.values()), "-o", library, "-lm"]
+    from .targets import compile_command, link_command, native_target  # here: it imports this module
+
+    target = native_target()
+    if target is None or isa not in target.levels:
+        raise CompilerRefused(f"Zig's compiler makes no {isa} kernels for {sys.platform} on {machine()}")
+    compilations = [compile_command(target, isa, unit=name, output=str(out)) for name, out in objects.items()]
+    return compilations, link_command(target, isa, [*map(str, objects.values())], library)
 
 
 def _run(commands: list[list[str]], folder: str) -> None:

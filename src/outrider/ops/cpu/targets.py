@@ -5,7 +5,6 @@ No import of torch: setup.py and tools use it.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import FLAGS, HERE, UNITS, file_name
+from ...platforms.processor import machine
+from .build import FLAGS, HERE, UNITS, file_name, zig_compiler
 
 # No contraction: a sum must round the same in every tile it is part of. Assertions of undefined behaviour are off.
 ZIG_COMMON = "-std=c11 -D_GNU_SOURCE -ffp-contract=off -fno-math-errno -fno-sanitize=all -fno-strict-aliasing"
@@ -50,6 +50,7 @@ TARGETS = {
     "windows-x86_64": Target("win32", "x86_64", "x86_64-windows-gnu", X86_LEVELS, "win_amd64"),
     "musl-x86_64": Target("linux", "x86_64", "x86_64-linux-musl", ("avx2",)),
 }
+CPUID = HERE.parents[1] / "platforms" / "cpuid.c"
 SYSTEM_LIBRARIES = {"win32": ["-lapi-ms-win-core-synch-l1-2-0"], "darwin": [], "linux": ["-lm", "-lpthread"]}
 WARNINGS = "-Wall -Wextra -Wno-psabi"
 # Zig's own option for Windows, which Clang does not use when it only compiles
@@ -58,9 +59,16 @@ QUIET_ZIG = "-Wno-unused-command-line-argument"
 
 def zig_command() -> list[str] | None:
     """How Zig's C compiler is started, or None if the package `ziglang` is not installed."""
-    if importlib.util.find_spec("ziglang") is None:
-        return None
-    return [sys.executable, "-m", "ziglang", "cc"]
+    program = zig_compiler()
+    return None if program is None else [str(program), "cc"]
+
+
+def native_target() -> Target | None:
+    """The wheel target of this system and processor."""
+    for target in TARGETS.values():
+        if target.wheel_tag and (target.system, target.machine) == (sys.platform, machine()):
+            return target
+    return None
 
 
 def compile_command(target: Target, level: str, unit: str, output: str, *options: str) -> list[str]:
@@ -86,6 +94,12 @@ def compile_to(target: Target, level: str, folder: Path) -> Path:
         subprocess.run(link_command(target, level, objects, linked), check=True)
         shutil.move(linked, library)
     return library
+
+
+def compile_cpuid(target: Target, output: Path, *options: str) -> None:
+    """Compiles platforms/cpuid.c, which lists the processor's features where the system does not."""
+    options = options or ("-shared",)
+    subprocess.run([*_start(target, "generic"), "-O2", "-s", *options, str(CPUID), "-o", str(output)], check=True)
 
 
 def program_command(target: Target, level: str, source: Path, program: str) -> list[str]:
