@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.stress.adapter_churn import churn
 from outrider import LLM
 from outrider.config import EngineConfig
 from outrider.models.config import ModelConfig
+from outrider.ops.lowrank import Adapter
 from outrider.server.main import HttpServer
 from outrider.server.model_info import ServedModel
 from outrider.server.settings import ServerSettings
@@ -88,6 +90,31 @@ def test_scores_and_embeddings_use_the_adapter(http: httpx.Client) -> None:
         for name in ("tiny", "tiny:a")
     ]
     assert vectors[0] != vectors[1]
+
+
+def test_an_adapter_that_left_memory_is_read_by_a_reader(
+    http: httpx.Client, llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read in the engine's thread, or on the event loop: every client waited for the file."""
+    assert llm.adapters is not None
+    llm.adapters.add("c", str(files / "c"))  # two are in memory
+    threads: list[str] = []
+    load = llm.adapters.load
+
+    def noted(name: str, path: str) -> Adapter:
+        threads.append(threading.current_thread().name)
+        return load(name, path)
+
+    monkeypatch.setattr(llm.adapters, "load", noted)
+    try:
+        for name in "abcabc":
+            if len(threads) % 2 == 0:
+                assert complete(http, f"tiny:{name}").status_code == 200
+            else:
+                assert http.post("/v1/embeddings", json={"model": f"tiny:{name}", "input": "abc"}).status_code == 200
+    finally:
+        llm.adapters.remove("c")
+    assert len(threads) >= 5 and all(name.startswith("outrider-reader") for name in threads), threads
 
 
 def test_loading_and_unloading(http: httpx.Client, files: Path) -> None:

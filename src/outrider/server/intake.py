@@ -19,6 +19,7 @@ from fastapi import Request
 
 from ..engine.grammar import CompiledGrammar
 from ..engine.step import Request as EngineRequest
+from ..ops.lowrank import Adapter
 from .answer import JSON_TYPE, Answer, Job, Wire
 from .call import Call, TimeLimit
 from .errors import ApiError
@@ -26,7 +27,7 @@ from .limits import prefix_namespace
 from .metrics import route_of
 from .model_pool import LoadedModel
 from .schema import ChatRequest, CompletionRequest
-from .scoring import score
+from .scoring import adapter_of, score
 
 if TYPE_CHECKING:
     from .app import ReceivedBody, Server
@@ -62,15 +63,16 @@ class Intake:
 
     async def call(self) -> Call:
         body = await self._read()
-        model, adapter = await self._borrow_model(body)
+        model, adapter_name = await self._borrow_model(body)
         num_answers = await self._admit(body, model)
+        adapter = await self._load_adapter(model, adapter_name)
         job = await self._prepare(body, model, num_answers)
         await self._record()
         grammar = await self._compile_grammar(job, model)
-        self._complete(job.requests, adapter, grammar, salt=body.cache_salt)
+        self._complete(job.requests, adapter_name, grammar, salt=body.cache_salt)
         self._log_prompts(job.requests, model)
-        call = self._new_call(job, model, adapter)
-        await score(model, call.answer, self._client)
+        call = self._new_call(job, model, adapter_name)
+        await score(model, call.answer, adapter, client=self._client)
         await self._submit(call, model)
         return call
 
@@ -95,6 +97,10 @@ class Intake:
             self.server.metrics.ignored.labels(name).inc()
         self._take_places(num_answers)
         return num_answers
+
+    async def _load_adapter(self, model: LoadedModel, name: str | None) -> Adapter | None:
+        """The adapter, read now if it has left memory: in the engine's thread all clients would wait for that."""
+        return None if name is None else await self.received.work(partial(adapter_of, model, name))
 
     def _take_places(self, number: int) -> None:
         self.resources.enter_context(self.server.admission.enter(number, self._client))

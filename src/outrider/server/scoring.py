@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import Request
@@ -61,9 +62,9 @@ async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priorit
         model.runner.later(work.close)
 
 
-def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:
-    """The adapter that a text is read with."""
-    if name is None or model.backend.adapters is None:
+def adapter_of(model: LoadedModel, name: str) -> Adapter | None:
+    """The adapter of this name, read from its file if it is not in memory: call it in a thread."""
+    if model.backend.adapters is None:
         return None
     try:
         return model.backend.adapters.get(name)
@@ -71,12 +72,12 @@ def adapter_of(model: LoadedModel, name: str | None) -> Adapter | None:
         raise ApiError(404, f"{without_paths(str(e))}.", "model", code="model_not_found") from None
 
 
-async def score(model: LoadedModel, answer: Answer, client: str) -> None:
+async def score(model: LoadedModel, answer: Answer, adapter: Adapter | None, *, client: str) -> None:
     """Log-probabilities of the prompts, if the request asks for them."""
     job = answer.job
     for prompt in job.prompts if job.prompt_logprobs is not None else ():
         scorer = Scorer(prompt, job.prompt_logprobs or 0)
-        scorer.adapter = adapter_of(model, job.requests[0].adapter)
+        scorer.adapter = adapter
         await run_scoring(model, scorer, client, priority=job.body.priority or 0)
         answer.scores[id(prompt)] = scorer.entries
 
@@ -158,8 +159,10 @@ async def embed(server: Server, request: Request, shape: type[EmbeddingsRequest]
         with ExitStack() as stack:
             borrowed = server.borrow(request, got, name=untagged(body.model), stack=stack)
             model, adapter_name = await unless_gone(request, borrowed)
-            adapter = adapter_of(model, adapter_name)
             stack.enter_context(server.admission.enter(1, got.client))
+            adapter: Adapter | None = None
+            if adapter_name is not None:
+                adapter = await got.work(partial(adapter_of, model, adapter_name))
             ids = await got.work(lambda: tokens(model.prepare, body))
             got.room.close()
 
