@@ -8,6 +8,7 @@ texts of 4 MB, streams that nobody reads, hundreds of silent and half-sent conne
 grammars that cost while decoding, bodies of two lengths, half-closed connections, invented addresses. With a model
 that sees (`random-vision --only images`): hostile image files and requests, next to a client that sends images too.
 With one that hears (`random-audio --only sound`): hostile sound files, requests and transcriptions, likewise.
+`--only scored`: several texts at once to embed and to score.
 Loopback addresses only; every attacker has its own (127.0.0.2 and up), so that the server can tell them apart.
 Fails (exit code 1) when the client's p99 is more than three times its value alone, an answer differs, /health takes 100
 ms, or the resident size is not back within 10 % of its start half a minute after prefixes that nobody uses are dropped

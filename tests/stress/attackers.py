@@ -238,6 +238,15 @@ class Attack:
                 request = next(stream)
                 await self.post(client, request.name, request.path, **request.options)
 
+    async def scored(self) -> None:
+        """Texts to embed and prompts to score, several at once."""
+        texts = {"input": "red fox " * 700}
+        prompt = {"prompt": "red fox " * 300, "max_tokens": 1, "prompt_logprobs": 1}
+        requests = [("/v1/embeddings", texts), ("/v1/completions", prompt)] * 3
+        async with self.client() as client:
+            while not self.stop.is_set():
+                await asyncio.gather(*(self.post(client, "scored", path, json=body) for path, body in requests))
+
     async def leavers(self) -> None:
         """Ask for something and go."""
         rng = random.Random(3)

@@ -93,8 +93,8 @@ class Connection:
     """One connection that is kept; as little work as possible for a request."""
 
     def __init__(self, port: int) -> None:
-        self._port = port  # type: tuple[int, asyncio.StreamWriter | None]
-        self._writer = None  # type: tuple[int, asyncio.StreamWriter | None]
+        self._port = port
+        self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader
 
     async def ask(self, path: str, body: dict[str, Any], leave: bool = False) -> tuple[int, bytes]:
