@@ -233,7 +233,7 @@ def main() -> None:
         keys = [short_key(key) for key in executor.cache.graphs]
         passes = [short_key(key) for key in executor.prefill_graphs.cache.graphs]
         print(json.dumps({"phase": "graphs", "steps": keys, "passes": passes, "broken": executor.broken}), flush=True)
-        executor.drop()
+        executor.close()
     llm.close()
 
 

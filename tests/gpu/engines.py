@@ -83,7 +83,7 @@ def captured(engine: Engine, refused: bool = True) -> list[Key]:
         isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor.cache.refused)
     ), f"no graphs: {executor}"
     keys = list(executor.cache.graphs)
-    executor.drop()
+    executor.close()
     return keys
 
 

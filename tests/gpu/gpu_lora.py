@@ -102,7 +102,7 @@ def check(size: str) -> None:
             assert isinstance(executor, GraphExecutor) and executor.broken is None, executor
             assert any(key.adapted for key in executor.cache.graphs), "no adapted step was captured"
             torch.cuda.synchronize()
-            executor.drop()
+            executor.close()
         wrong += replaced(rig, pool, alone) if only in ("", "2") else []
         print(f"{size} {only}: {'equal to the last bit' if not wrong else f'WRONG {wrong}'}", flush=True)
 

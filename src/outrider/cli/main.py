@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import io
@@ -75,13 +76,12 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or (1 if gone else 2)
     world = os.environ.get("WORLD_SIZE", "")
-    parallel = sys.modules.get("outrider.parallel.process_group")
-    group = parallel.ProcessGroup.here if parallel is not None else None
-    if group is not None:  # tensor parallelism
-        group.close()
-    if group is not None or (world.isdecimal() and int(world) > 1):
+    distributed = sys.modules.get("torch.distributed")
+    divided = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if divided or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still use the interpreter, and abort the process
-        # during its shutdown: so skip the shutdown.
+        # during its shutdown: so close the group (and what else asked for it), and skip the shutdown.
+        atexit._run_exitfuncs()
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)

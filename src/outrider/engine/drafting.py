@@ -50,7 +50,7 @@ class Drafting:
         """The drafts of a step as one batch of tensors, those that the host knows included."""
         by_drafter: dict[str | None, list[int]] = {}
         for i, row in enumerate(scheduled):
-            if row.plan.k > 0 and row.host_draft is None:
+            if row.needs_draft:
                 by_drafter.setdefault(row.plan.drafter, []).append(i)
         parts: list[tuple[list[int], Draft]] = []
         for name, which in by_drafter.items():

@@ -112,8 +112,7 @@ class EagerExecutor(Executor):
                 outputs.parents = padded_rows(parents, outputs.draft.shape[1])
         if draft is not None and draft.confidence is not None:
             outputs.confidence = draft.confidence.cpu().numpy()
-            # a copy of earlier text has none
-            known = [row.plan.drafter not in (None, "ngram") for row in rows]
+            known = [row.needs_draft for row in rows]  # other drafts have none
             outputs.num_confidences = count_confidences(outputs.confidence, ks, known)
         return outputs
 

@@ -37,7 +37,7 @@ from .model_runner import ModelRunner
 from .output_processor import OutputProcessor
 from .prefill_budget import PrefillBudget
 from .scheduler import Scheduler
-from .step import DecodeRow, Executor, PendingStep, Progress, Request, Sequence, pick
+from .step import DecodeRow, Executor, PendingStep, Plan, Progress, Request, Sequence, pick
 from .step_io import confidence_of, draft_of, emitted_tokens, logprobs_of, tree_of
 from .step_timer import StepTimer
 from .text import Detokenizer, Tokenizer
@@ -154,7 +154,7 @@ class Engine:
             max_context=self.max_context,
         )
         self.timer = StepTimer(self.runner, self.prefill, self.policy)
-        self._pending: PendingStep | None = None  # the step that was launched and not yet read
+        self._in_flight: PendingStep | None = None  # the step that was launched and not yet read
         # called when the host has nothing to do until the device is done with a step
         self.meanwhile: Callable[[], None] = lambda: None
         self._seqs: dict[str, Sequence] = {}
@@ -317,7 +317,7 @@ class Engine:
         """Another step has work, or results to deliver."""
         if self._events or not self._seqs:
             return bool(self._events)
-        return self._pending is not None or self.scheduler.busy
+        return self._in_flight is not None or self.scheduler.busy
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
@@ -325,27 +325,7 @@ class Engine:
         began = self.clock()
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
-        if self._pending is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
-            self._complete()  # a grammar's next masks depend on the emitted tokens
-        if self.store.disk is not None:
-            self.store.disk.drain()
-        step_plan = self.scheduler.schedule()
-        batch = step_plan.batch
-        self.timer.begin()
-        executor, plan = pick(self.executors, batch)
-        if executor.async_results or self._pending is None:
-            self.scheduler.commit_plan(step_plan)
-            pending = executor.launch(plan) if batch.decode or batch.prompts else None
-            if pending is not None and (batch.prompts or pending.inflight_tokens):
-                self._launched(pending)
-            if self._pending is not None:
-                self.meanwhile()
-                self._complete()
-            self._pending = pending if batch.decode else None
-            if not executor.async_results:
-                self._complete()
-        else:
-            self._complete()  # scheduled before the step in flight was read: discard the plan, schedule again
+        self._in_flight = self._advance(self._in_flight)
         while self.policy.controller.warnings:
             log.warning(self.policy.controller.warnings.pop(0))
         self._metrics.steps += 1
@@ -354,7 +334,41 @@ class Engine:
         self._events = []
         return events
 
-    def _launched(self, pending: PendingStep) -> None:
+    def _advance(self, previous: PendingStep | None) -> PendingStep | None:
+        """Launch the next step and commit the previous one, which may still run. Returns the launched step if it is
+        read one step behind; None: nothing is in flight."""
+        if any(seq.answer.matcher is not None for seq in self.scheduler.running):
+            self._complete(previous)  # a grammar's next masks depend on the emitted tokens
+            previous = None
+        if self.store.disk is not None:
+            self.store.disk.drain()
+        step_plan = self.scheduler.schedule()
+        self.timer.begin()
+        executor, plan = pick(self.executors, step_plan.batch)
+        if previous is not None and not executor.async_results:
+            # planned before the previous step was read: discard the plan, the next call schedules again
+            self._complete(previous)
+            return None
+        self.scheduler.commit_plan(step_plan)
+        launched = self._launch(executor, plan)
+        if previous is not None:
+            self.meanwhile()
+        self._complete(previous)
+        if executor.async_results:
+            return launched
+        self._complete(launched)
+        return None
+
+    def _launch(self, executor: Executor, plan: Plan) -> PendingStep | None:
+        """Start a step. Returns it if it has decode rows, which are read later."""
+        batch = plan.batch
+        if not batch.decode and not batch.prompts:
+            return None
+        launched = executor.launch(plan)
+        self._book_launch(launched)
+        return launched if batch.decode else None
+
+    def _book_launch(self, pending: PendingStep) -> None:
         """Prompt chunks count as computed: later work on the device runs after them."""
         for chunk in pending.batch.prompts:
             seq = chunk.seq
@@ -367,10 +381,10 @@ class Engine:
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
-    def _complete(self) -> None:
-        """Read the step in flight and commit it. Sequences that have ended or were preempted since get nothing."""
-        pending = self._pending
-        self._pending = None
+    def _complete(self, pending: PendingStep | None) -> None:
+        """Read a launched step, if there is one, and commit it. Sequences that have ended or were preempted since get
+        nothing."""
+        self._in_flight = None  # it is read once, even if reading fails
         if pending is None:
             return
         outputs = pending.executor.read(pending)

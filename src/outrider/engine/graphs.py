@@ -293,8 +293,8 @@ class GraphExecutor(Executor):
         elif not self._preparing or self.cache.refused == {key}:
             log.warning("steps like %s are not captured: it failed (%s)", key, why)
 
-    def drop(self) -> None:
-        """Drop all graphs at shutdown: a graph keeps the libraries of its kernels loaded."""
+    def close(self) -> None:
+        """Drop all graphs: a graph keeps the libraries of its kernels loaded, and holds collectives."""
         self._drop(lambda _: False)
         self.prefill_graphs.cache.graphs.clear()
 

@@ -8,6 +8,7 @@ operation by operation before it. What a block drafter reads is kept in the call
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from ..spec.slot_sampling import sampling_batch
 from ..types import SamplingParams
 from .drafting import Drafting
 from .model_runner import ModelRunner
-from .step import DecodeRows, Executor, PendingStep, Plan, StepBatch, StepFeatures, Trust
+from .step import DecodeRow, DecodeRows, Executor, PendingStep, Plan, StepBatch, StepFeatures, Trust
 from .step_io import mean_context, mean_drafted, write_confidence, write_row
 
 if TYPE_CHECKING:
@@ -36,10 +37,8 @@ class HostExecutor(Executor):
         self.cycle = cycle
         self.drafting = Drafting(runner)
         drafter = runner.drafter
-        # who drafts in a step, by the drafter that a plan names; others need another program
-        self.proposers: dict[str | None, Proposer] = {None: Proposer.HOST, "ngram": Proposer.HOST}
-        if drafter is not None:
-            self.proposers |= drafter.proposers_in(cycle)
+        # who drafts in a step, by the network that a plan names; others need another program
+        self.proposers: Mapping[str, Proposer] = drafter.proposers_in(cycle) if drafter is not None else {}
         self.trees = Proposer.MTP in self.proposers.values() and cycle.unread is None
         runner.unread = cycle.unread
         self._probes: dict[int, SamplingBatch] = {}
@@ -77,15 +76,10 @@ class HostExecutor(Executor):
         drafts = self._drafts_before(rows, sampling, batch.trust)
         drafter = None  # of a draft inside of the call; if requests name two, some drafts end a little early or late
         for i, row in enumerate(rows):
-            draft = drafts.get(i)
-            if draft is not None:
-                plan = row.plan._replace(k=min(row.plan.k, draft.length))
-                row = row._replace(plan=plan, host_draft=draft.tokens)
-            proposer = Proposer.HOST
-            if row.plan.k > 0 and row.host_draft is None:
-                proposer = self.proposers[row.plan.drafter]
+            proposer = self._proposer(row)
+            if proposer != Proposer.HOST:
                 drafter = row.plan.drafter
-            write_row(inputs, i, row, proposer)
+            write_row(inputs, i, row, proposer=proposer, draft=drafts.get(i))
         adapters = [row.seq.adapter for row in rows]
         self.cycle.run(len(rows), sampling, adapters=adapters, trust=batch.trust.get(drafter or ""))
         outputs = self.cycle.outputs
@@ -95,13 +89,16 @@ class HostExecutor(Executor):
             write_confidence(outputs, i, draft.confidence[: inputs.max_draft[i] + 1])
         return outputs
 
+    def _proposer(self, row: DecodeRow) -> Proposer:
+        """Who drafts for this sequence: the call, or the host before it."""
+        if not row.needs_draft:
+            return Proposer.HOST
+        assert row.plan.drafter is not None
+        return self.proposers[row.plan.drafter]
+
     def _drafts_before(self, rows: DecodeRows, sampling: SamplingBatch, trust: Trust) -> dict[int, DraftResult]:
         """By index of the sequence, drafts of networks whose rounds are not part of the call."""
-        which = [
-            i
-            for i, row in enumerate(rows)
-            if row.plan.k > 0 and row.host_draft is None and self.proposers[row.plan.drafter] == Proposer.HOST
-        ]
+        which = [i for i, row in enumerate(rows) if row.needs_draft and self._proposer(row) == Proposer.HOST]
         if not which:
             return {}
         if len(which) < len(rows):
@@ -110,7 +107,7 @@ class HostExecutor(Executor):
         return dict(zip(which, self.drafting.on_host(scheduled, sampling, trust, alone=len(rows) == 1), strict=True))
 
     def can_probe(self, part: CostPart) -> bool:
-        return part.drafter in self.proposers and part.kind != "tree"
+        return part == VERIFY or (part.drafter in self.proposers and part.kind != "tree")
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         """A verify pass of given drafts; or a whole cycle, which includes the draft."""
@@ -127,6 +124,7 @@ class HostExecutor(Executor):
                 unread.assume(slot, context, min(context, 2))
         proposer = Proposer.HOST
         if part != VERIFY and k > 0:
+            assert part.drafter is not None
             proposer = self.proposers[part.drafter]
             if proposer == Proposer.HOST:
                 if unread is not None:

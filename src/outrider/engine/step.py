@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..spec.plan import ControllerState, CostPart, CyclePlan
-from ..types import NO_DRAFT, DraftPlan, RequestStats, SamplingParams, SoftSpan
+from ..types import NO_DRAFT, DraftPlan, GroupName, RequestStats, SamplingParams, SoftSpan
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,15 @@ class Progress(NamedTuple):
         return 0 if self.new_tokens else max(0, len(self.request.prompt) - 1 - self.prompt_done)
 
 
+@dataclass
+class RemoteCopy:
+    """The data of a sequence that the other ranks of tensor parallelism already have."""
+
+    cache: SeqCache | None = None  # whose pages they have
+    num_pages: dict[GroupName, int] = field(default_factory=dict)
+    num_tokens: int = 0
+
+
 @dataclass(eq=False)
 class Sequence:
     """A submitted request. `tokens` are prompt and output; K/V of `computed` of them is committed."""
@@ -84,6 +93,7 @@ class Sequence:
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
     controller_state: ControllerState = field(init=False)
     draft_track: object = None  # what the drafter keeps for it (`Drafter.new_track`)
+    remote: RemoteCopy | None = None  # what the other ranks of tensor parallelism have of it; None: nothing
     altered: bool = field(init=False)  # history or masks change its logits before a token is chosen
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
@@ -159,6 +169,11 @@ class DecodeRow(NamedTuple):
     plan: DraftPlan = NO_DRAFT
     # Drafted tokens that the host knows: plan.k, and as many more as a step in flight may add. None: a drafter's.
     host_draft: abc.Sequence[int] | None = None
+
+    @property
+    def needs_draft(self) -> bool:
+        """True if a network has to draft for it in this step."""
+        return self.plan.k > 0 and self.host_draft is None
 
 
 PromptChunks = abc.Sequence[PromptChunk]
@@ -236,8 +251,8 @@ class StepFeatures:
     """Features of a step's decode rows that an executor may not support."""
 
     altered: bool = False  # history or masks change the logits of some sequence
-    drafters: frozenset[str | None] = frozenset()  # that plans name
-    tree_drafters: frozenset[str | None] = frozenset()  # those of trees
+    drafters: frozenset[str] = frozenset()  # networks that draft
+    tree_drafters: frozenset[str] = frozenset()  # those that draft trees
     filtered_trees: bool = False  # trees of sequences with filters
     adapters: frozenset[Adapter] = frozenset()
 
@@ -246,8 +261,8 @@ class StepFeatures:
         trees = [row for row in rows if row.plan.nodes > 0]
         return StepFeatures(
             altered=any([row.seq.altered for row in rows]),
-            drafters=frozenset([row.plan.drafter for row in rows]),
-            tree_drafters=frozenset([row.plan.drafter for row in trees]),
+            drafters=frozenset([row.plan.drafter for row in rows if row.plan.drafter and row.host_draft is None]),
+            tree_drafters=frozenset([row.plan.drafter for row in trees if row.plan.drafter]),
             filtered_trees=any([not row.seq.request.params.temperature_only for row in trees]),
             adapters=frozenset([row.seq.adapter for row in rows if row.seq.adapter is not None]),
         )
@@ -289,6 +304,10 @@ class Executor(Protocol):
     def can_probe(self, part: CostPart) -> bool:
         """Does this executor run that part of real steps? Then its `probe` is the one to time."""
         return True
+
+    def close(self) -> None:
+        """Free what must not outlive the engine's process group."""
+        return None
 
 
 def pick(executors: abc.Sequence[Executor], batch: StepBatch) -> tuple[Executor, Plan]:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..ops.decode_io import UNKNOWN, DecodeInputs, DecodeOutputs, Proposer
 from ..spec.plan import VerifiedTree
 from .step import DecodeRow, DecodeRows
 
+if TYPE_CHECKING:
+    from ..ops.backend import DraftResult
 
-def write_row(inputs: DecodeInputs, i: int, row: DecodeRow, proposer: Proposer) -> None:
-    """Write the i-th sequence of a step. Columns that the proposer does not read keep earlier values."""
+
+def write_row(
+    inputs: DecodeInputs, i: int, row: DecodeRow, *, proposer: Proposer, draft: DraftResult | None = None
+) -> None:
+    """Write the i-th sequence of a step. draft: of a network that has drafted before this program runs. Columns that
+    the proposer does not read keep earlier values."""
     seq = row.seq
     plan = row.plan
+    host_draft = row.host_draft if draft is None else draft.tokens
     num_logprobs = seq.request.params.logprobs
     inputs.slot[i] = row.slot
     inputs.last_token[i] = seq.tokens[-1]
     inputs.position[i] = row.position
-    inputs.max_draft[i] = plan.k
+    inputs.max_draft[i] = plan.k if draft is None else min(plan.k, draft.length)  # a draft may have ended itself
     inputs.max_nodes[i] = plan.nodes if proposer == Proposer.MTP else 0
     inputs.proposer[i] = proposer
     inputs.stop_below[i] = plan.stop
@@ -26,10 +34,10 @@ def write_row(inputs: DecodeInputs, i: int, row: DecodeRow, proposer: Proposer) 
     inputs.has_prices[i] = plan.prices is not None
     if plan.prices is not None:
         inputs.prices[i] = plan.prices
-    if row.host_draft is not None:
-        num_tokens = min(len(row.host_draft), inputs.host_draft_width)
+    if host_draft is not None:
+        num_tokens = min(len(host_draft), inputs.host_draft_width)
         inputs.num_host_draft[i] = num_tokens
-        inputs.host_draft[i, :num_tokens] = row.host_draft[:num_tokens]
+        inputs.host_draft[i, :num_tokens] = host_draft[:num_tokens]
     else:
         inputs.num_host_draft[i] = 0
 

@@ -14,16 +14,25 @@ import threading
 from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..cache.store import SeqCache
 from ..engine.engine import Engine
-from ..engine.graphs import GraphExecutor
 from ..engine.output_processor import OutputProcessor
-from ..engine.step import Executor, PendingStep, Plan, Progressed, Request, Sequence, StepBatch, StepFeatures
+from ..engine.step import (
+    Executor,
+    PendingStep,
+    Plan,
+    Progressed,
+    RemoteCopy,
+    Request,
+    Sequence,
+    StepBatch,
+    StepFeatures,
+)
 from ..ops.decode_io import DecodeOutputs
 from ..spec.plan import CostPart
 from ..types import GroupName, Matcher, OutriderError
@@ -63,25 +72,15 @@ class StepMessage(NamedTuple):
 
 
 # ---- rank 0
-@dataclass
-class Known:
-    """The data of a sequence that the other ranks already have."""
-
-    seq: Sequence
-    cache: SeqCache | None = None
-    tokens: int = 0
-    pages: dict[GroupName, int] = field(default_factory=dict)
-
-
 class Leader:
     """Wraps an engine's executors, so that the other ranks follow them."""
 
     def __init__(self, engine: Engine, group: ProcessGroup):
         self.engine = engine
         self.group = group
-        self._known: dict[str, Known] = {}
-        self._last: StepBatch | None = None
-        group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
+        self._joined: list[Sequence] = []  # those that the other ranks know
+        self._sent: StepBatch | None = None  # the batch of the last message
+        group.executors = list(engine.executors)
         engine.runner.divided = True
         engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.runner.scoring = self._scoring
@@ -92,21 +91,22 @@ class Leader:
 
     def message(self, batch: StepBatch) -> StepMessage | None:
         """None: the same batch as in the last message."""
-        if batch is self._last:
+        if batch is self._sent:
             return None
-        self._last = batch
-        left = [name for name, known in self._known.items() if self.engine.running(name) is not known.seq]
-        for name in left:
-            del self._known[name]
+        self._sent = batch
+        left = [seq.id for seq in self._joined if self.engine.running(seq.id) is not seq]
+        self._joined = [seq for seq in self._joined if self.engine.running(seq.id) is seq]
         joined: list[Request] = []
         prompts = [chunk._replace(seq=self._update(chunk.seq, joined)) for chunk in batch.prompts]  # type: ignore[arg-type]
         decode = [row._replace(seq=self._update(row.seq, joined)) for row in batch.decode]  # type: ignore[arg-type]
         return StepMessage(StepBatch(prompts, decode, batch.trust), joined, left)
 
     def _update(self, seq: Sequence, joined: list[Request]) -> SeqUpdate:
-        known = self._known.get(seq.id)
-        if known is None:
-            known = self._known[seq.id] = Known(seq)
+        remote = seq.remote
+        if remote is None:
+            remote = RemoteCopy()
+            seq.remote = remote
+            self._joined.append(seq)
             params = seq.request.params
             spans = seq.request.spans
             spans = tuple(replace(span, soft_tokens=span.soft_tokens.cpu()) for span in spans)
@@ -115,14 +115,14 @@ class Leader:
             joined.append(Request(seq.id, list(seq.request.prompt), params, spans=spans))
             if seq.answer.matcher is not None:
                 seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.group)
-        fresh = known.cache is not seq.active_cache
+        fresh = remote.cache is not seq.active_cache
         if fresh:
-            known.cache = seq.active_cache
-            known.pages = {}
-        pages = new_pages(seq.active_cache, known.pages)
-        tokens = seq.tokens[known.tokens :]
-        known.tokens = len(seq.tokens)
-        return SeqUpdate(seq.id, fresh, pages, tokens, seq.num_inflight_tokens)
+            remote.cache = seq.active_cache
+            remote.num_pages = {}
+        pages = new_pages(seq.active_cache, remote.num_pages)
+        tokens = seq.tokens[remote.num_tokens :]
+        remote.num_tokens = len(seq.tokens)
+        return SeqUpdate(seq.id, fresh, pages, tokens=tokens, num_inflight_tokens=seq.num_inflight_tokens)
 
     @contextmanager
     def _scoring(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Iterator[None]:
@@ -149,14 +149,14 @@ class Leader:
             raise KeyboardInterrupt
 
 
-def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> Pages:
-    """The pages of a sequence that were not broadcast yet; `told` then counts them as broadcast."""
+def new_pages(cache: SeqCache, num_sent: dict[GroupName, int]) -> Pages:
+    """The pages of a sequence that were not broadcast yet; `num_sent` then counts them as broadcast."""
     new = {}
     for name, pages in cache.pages.items():
-        first = told.get(name, 0)
+        first = num_sent.get(name, 0)
         if len(pages.pages) > first:
             new[name] = (first, pages.pages[first:])
-            told[name] = len(pages.pages)
+            num_sent[name] = len(pages.pages)
     return new
 
 
@@ -206,6 +206,9 @@ class BroadcastExecutor:
 
     def can_probe(self, part: CostPart) -> bool:
         return self.inner.can_probe(part)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 class BroadcastMatcher:
@@ -311,7 +314,7 @@ def follow(engine: Engine, group: ProcessGroup) -> None:
     """Executes rank 0's commands until rank 0 ends the run."""
     follower = Follower(engine, group)
     engine.runner.divided = True
-    group.captured += [one for one in engine.executors if isinstance(one, GraphExecutor)]
+    group.executors = list(engine.executors)
     with torch.inference_mode():
         while True:
             command = group.receive()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from ..types import require
 from .watch import LOOK, Watch
 
 if TYPE_CHECKING:
-    from ..engine.graphs import GraphExecutor
+    from ..engine.step import Executor
 
 FOREVER = timedelta(days=365)  # an idle server waits without limit; `Watch` detects a lost process
 LEAVING = 20.0  # seconds until processes that should have ended are killed
@@ -80,8 +80,6 @@ def follow_to_the_end() -> None:
 class ProcessGroup(Collectives):
     """One of `tp.world` processes; the models' `Collectives`. A process is in one group at a time, as in torch."""
 
-    here: ClassVar[ProcessGroup | None] = None
-
     def __init__(self, store: dist.Store, device: torch.device, watch: Watch):
         self.tp = watch.tp
         self.device = device
@@ -89,7 +87,7 @@ class ProcessGroup(Collectives):
         self.children = watch.children
         tp = self.tp
         cuda = device.type == "cuda"
-        self.captured: list[GraphExecutor] = []  # their graphs hold collectives: NCCL cannot end before they are freed
+        self.executors: list[Executor] = []  # closed first: NCCL cannot end while captured graphs hold collectives
         self._open = True
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -100,7 +98,6 @@ class ProcessGroup(Collectives):
             device_id=device if cuda else None,
         )
         self.control_group = dist.new_group(backend="gloo", timeout=FOREVER) if cuda else dist.group.WORLD
-        ProcessGroup.here = self
         atexit.register(self.close)
 
     # ---- tensors
@@ -160,7 +157,6 @@ class ProcessGroup(Collectives):
         if not self._open:
             return
         self._open = False
-        ProcessGroup.here = None
         self.watch.ending = True
         atexit.unregister(self.close)
         late = threading.Timer(LEAVING, self._force)  # a process may be stuck
@@ -170,8 +166,8 @@ class ProcessGroup(Collectives):
             self.send(None)
         dist.barrier(group=self.control_group)
         self.watch.stop()
-        for executor in self.captured:
-            executor.drop()
+        for executor in self.executors:
+            executor.close()
         dist.destroy_process_group()
         late.cancel()
         for child in self.children:

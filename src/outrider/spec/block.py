@@ -58,7 +58,7 @@ class BlockDrafter(Drafter):
     def extend(self, streams: tuple[Tensor, ...], kv: KVView, following: Tensor) -> None:
         self.block.write_context(streams, kv, following)
 
-    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+    def proposers_in(self, cycle: CpuCycle) -> dict[str, Proposer]:
         return {self.name: Proposer.BLOCK if cycle.drafts_blocks else Proposer.HOST}
 
     # ---- drafting -------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class DraftModel(Drafter):
         self.pages = DraftPages(model.config, ops.kv_dtype(model.dtype), model.device)
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
-    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+    def proposers_in(self, cycle: CpuCycle) -> dict[str, Proposer]:
         return {self.name: Proposer.HOST} if self.host_rounds else {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:

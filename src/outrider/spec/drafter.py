@@ -95,7 +95,7 @@ class Drafter:
         """A member's own part of features [B, H·(1 + taps)]."""
         return features
 
-    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+    def proposers_in(self, cycle: CpuCycle) -> dict[str, Proposer]:
         """Who drafts for its members, by name, in steps that run as one call; others' steps do not."""
         return {}
 
@@ -170,8 +170,8 @@ class DrafterPair(Drafter):
     def member(self, name: str | None) -> Drafter:
         return next(drafter for drafter in self.members if drafter.name == name)
 
-    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
-        before_the_call: dict[str | None, Proposer] = {member.name: Proposer.HOST for member in self.members}
+    def proposers_in(self, cycle: CpuCycle) -> dict[str, Proposer]:
+        before_the_call: dict[str, Proposer] = {member.name: Proposer.HOST for member in self.members}
         return before_the_call | self.mtp.proposers_in(cycle) | self.block.proposers_in(cycle)
 
     def features_of(self, drafter: Drafter, features: Tensor) -> Tensor:

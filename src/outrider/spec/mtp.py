@@ -30,7 +30,7 @@ class MTPDrafter(Drafter):
         self.taps = model.config.taps
         self.trained_for = model.config.target_hash
 
-    def proposers_in(self, cycle: CpuCycle) -> dict[str | None, Proposer]:
+    def proposers_in(self, cycle: CpuCycle) -> dict[str, Proposer]:
         return {self.name: Proposer.MTP} if cycle.drafts else {}
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:

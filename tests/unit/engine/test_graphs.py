@@ -77,9 +77,9 @@ def test_cycles_overlap_and_the_last_one_is_dropped() -> None:
     launches = 0
     got = []
     while engine.busy:
-        before = engine._pending
+        before = engine._in_flight
         got += [t for e in engine.step() for t in e.tokens]
-        launches += engine._pending is not None and engine._pending is not before
+        launches += engine._in_flight is not None and engine._in_flight is not before
     assert got == want[: want.index(stop) + 1]
     assert launches == engine.metrics.cycles + 1, "one cycle too many was launched, and it was not counted"
     engine.check()
@@ -90,9 +90,9 @@ def test_no_cycle_is_wasted_on_an_answer_of_known_length() -> None:
     engine.submit(request("a", PROMPT, k=0, max_tokens=7))
     launches = 0
     while engine.busy:
-        before = engine._pending
+        before = engine._in_flight
         engine.step()
-        launches += engine._pending is not None and engine._pending is not before
+        launches += engine._in_flight is not None and engine._in_flight is not before
     assert launches == 7
 
 

@@ -22,7 +22,7 @@ class RecordingGroup:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.losses: list[str] = []
-        self.captured: list[Any] = []
+        self.executors: list[Any] = []
         self.watch = SimpleNamespace(gone=None, lost=self.losses.append)
 
     def send(self, message: object) -> None:
