@@ -115,7 +115,7 @@ def assemble(model: str, settings: LoadSettings, say: Say, group: ProcessGroup |
     """Build an engine, or with a group this process's part of it. An error in one process is raised in all."""
     agree = Agreement(group)
     try:
-        return _assemble(model, settings, say, choose_place(settings, group), agree)
+        return _assemble(model, settings, say, place=choose_place(settings, group), agree=agree)
     except OutriderError as error:
         if group is not None and not agree.reached:
             group.all_reduce_min((), str(error))  # raises here and everywhere
@@ -157,7 +157,7 @@ def _assemble(model: str, settings: LoadSettings, say: Say, place: Place, agree:
     if settings.quantize is not None and settings.load_format == "auto":
         measured = f"`outrider inspect {model} --quantize {settings.quantize}` measures what that costs"
         say(f"weights rounded to {settings.quantize}: {measured}")
-    drafter, names, note = pick_drafter(files, settings, target, place.dtype, common_token_ids)
+    drafter, names, note = pick_drafter(files, settings, target, dtype=place.dtype, always=common_token_ids)
     say(note)
     tokenizer = None if loading_tokenizer is None else loading_tokenizer.result()
     if place.group is not None:
@@ -165,8 +165,8 @@ def _assemble(model: str, settings: LoadSettings, say: Say, place: Place, agree:
         say(f"tensor parallel: {place.group.tp.world} processes, {gib:.2f} GiB of weights in the first")
     adapters = load_adapters(target, settings, say) if place.group is None else None
     check_trained_adapter(drafter, adapters, say)
-    vision, span_rows = load_images(files, settings, ops, place.device, place.dtype, place.leads)
-    audio = load_sound(files, settings, place.device, place.dtype, place.leads)
+    vision, span_rows = load_images(files, settings, ops, device=place.device, dtype=place.dtype, leads=place.leads)
+    audio = load_sound(files, settings, place.device, dtype=place.dtype, leads=place.leads)
     if isinstance(audio, AudioEncoder):
         num_bytes += audio.model.nbytes
     if isinstance(vision, ImageEncoder):
@@ -179,18 +179,18 @@ def _assemble(model: str, settings: LoadSettings, say: Say, place: Place, agree:
         ops.compile(target) if place.group is None else target,
         tokenizer,
         engine_config,
-        spec,
-        drafter,
-        Controller(CostTable(), names, acceptance_profiles(drafter, engine_config, ops)),
-        kv,
+        spec=spec,
+        drafter=drafter,
+        controller=Controller(CostTable(), names, acceptance_profiles(drafter, engine_config, ops)),
+        kv=kv,
         adapters=adapters,
-        prefix_store=prefix_store_options(files, settings, place, drafter, kv.dtype or target.dtype),
+        prefix_store=prefix_store_options(files, settings, place, drafter=drafter, kv_dtype=kv.dtype or target.dtype),
     )
     if place.device.type == "cuda":
         size_kv = f"{engine.kv_budget.tokens:,} tokens in {engine.store.nbytes / 2**30:.1f} GiB"
         say(f"K/V: {size_kv}; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
     measures_costs = spec.draft_tokens is None and bool(names)
-    key = cost_key(model, settings, place, drafter, engine.max_batch) if measures_costs else None
+    key = cost_key(model, settings, place, drafter=drafter, max_batch=engine.max_batch) if measures_costs else None
     return Assembled(engine, note, num_bytes, cost_key=key, vision=vision, audio=audio)
 
 
@@ -200,13 +200,15 @@ def load_target_model(files: Files, settings: LoadSettings, place: Place) -> tup
         files,
         place.device,
         place.dtype,
-        place.ops,
+        ops=place.ops,
         quantize=settings.quantize,
         load_format=settings.load_format,
         seed=settings.seed,
         tp=place.tp,
     )
-    return TextModel(config, weights, place.ops, place.together), sum(weight.nbytes for weight in weights.values())
+    return TextModel(config, weights, place.ops, together=place.together), sum(
+        weight.nbytes for weight in weights.values()
+    )
 
 
 def check_trained_adapter(drafter: Drafter | None, adapters: AdapterPool | None, say: Say) -> None:
@@ -287,11 +289,11 @@ def load_images(
     rows = config.tokens or settings.image_tokens
     if not leads:
         return "images are read by rank 0", rows
-    weights = load_vision(files, config, device, dtype, dummy)
+    weights = load_vision(files, config, device, dtype=dtype, dummy_seed=dummy)
     on_gpu = device.type == "cuda"
     threads = settings.threads or default_threads()
-    model = VisionModel(config, weights, ops if on_gpu else ReferenceOps(), 1 if on_gpu else threads)
-    return ImageEncoder(model, rows, settings.max_images, settings.max_image_pixels), rows
+    model = VisionModel(config, weights, ops if on_gpu else ReferenceOps(), threads=1 if on_gpu else threads)
+    return ImageEncoder(model, rows, settings.max_images, max_pixels=settings.max_image_pixels), rows
 
 
 def load_sound(
@@ -306,7 +308,7 @@ def load_sound(
         return NO_AUDIO_MMPROJ if files.gguf is not None else NO_AUDIO
     if not leads:
         return "sound is read by rank 0"
-    weights = load_audio(files, config, device, dtype, dummy_seed)
+    weights = load_audio(files, config, device, dtype=dtype, dummy_seed=dummy_seed)
     threads = 1 if device.type == "cuda" else settings.threads or default_threads()
     return AudioEncoder(AudioModel(config, weights, threads), settings.max_clips)
 
@@ -341,7 +343,9 @@ def pick_drafter(
         if where is None:
             return None, f"drafter: ngram ({note})"
         try:
-            loaded, note = _load_drafter(model, where, note, target, dtype, settings, always)
+            loaded, note = _load_drafter(
+                model, where, note, target=target, dtype=dtype, settings=settings, always=always
+            )
             loaded.source = where
             return loaded, note
         except OutriderError as error:
@@ -384,7 +388,7 @@ def _load_drafter(
 
         vocab = check_draft_model(model, hub.resolve(name, weights=False))
         small_config, small_weights, _ = load_target(
-            name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper
+            name, device, dtype, ops=ops, load_format=load_format, seed=seed, keep=cheaper
         )
         padded = vocab < small_config.vocab_size
         lists = ops.capabilities.shortlists
@@ -410,16 +414,16 @@ def _load_drafter(
     tp = target.together.tp
     rounded = ops.capabilities.draft_format
     config, weights = load_drafter(
-        files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp
+        files, device, dtype, ops=ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp
     )
     reason = config.misfit(target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
-    net = MTPNet(config, weights, ops, target)
+    net = MTPNet(config, weights, ops, target=target)
     drafter = MTPDrafter(ops.compile_drafter(net) if tp.world == 1 else net, target)
     if load_format == "auto":
         drafter.profile = cards.read(Path(files.path), fingerprint(files))
-        warning = other_weights(model.name, where, config.target_hash, fingerprint(model))
+        warning = other_weights(model.name, where, config.target_hash, is_now=fingerprint(model))
         note += f"; {warning}" if warning is not None else ""
     return drafter, f"drafter: mtp {where} ({note})"
 

@@ -103,7 +103,7 @@ class LLM:
         group = join(settings.tensor_parallel, settings.device)
         try:
             group.send((model, settings))
-            return cls(assemble(model, settings, say, group), model, group, say)
+            return cls(assemble(model, settings, say, group=group), model, group, say)
         except KeyboardInterrupt:
             group.abandon()
             raise
@@ -155,7 +155,9 @@ class LLM:
         group = next(self._ids)
         draft_tokens = parse_draft_tokens(draft_tokens)
         tree = parse_tree(tree)
-        request = Request("", ids, params, draft_tokens, drafter, tree=tree, adapter=adapter or self.adapter)
+        request = Request(
+            "", ids, params, draft_tokens=draft_tokens, drafter=drafter, tree=tree, adapter=adapter or self.adapter
+        )
         request.spans = getattr(ids, "spans", ())
         each = [replace(params, seed=int(params.seed) + i, n=1) for i in range(params.n)]
         return [replace(request, id=f"{group}.{i}", params=answer_params) for i, answer_params in enumerate(each)]
@@ -170,7 +172,9 @@ class LLM:
 
     def _complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs these requests to their ends."""
-        completions = {request.id: Completion("", [], "", RequestStats(), [], []) for request in requests}
+        completions = {
+            request.id: Completion("", [], "", stats=RequestStats(), logprobs=[], kinds=[]) for request in requests
+        }
         with closing(self._shared.run(requests)) as events:
             for event in events:
                 _take(completions[event.id], event)
@@ -320,7 +324,7 @@ def worker(device: str | None = None) -> NoReturn:
         assert isinstance(message, tuple)
         model, settings = message
         try:
-            engine = assemble(model, settings, lambda line: None, group).engine
+            engine = assemble(model, settings, lambda line: None, group=group).engine
         except OutriderError:
             group.receive()  # rank 0 reports the error and that the run ends
         else:

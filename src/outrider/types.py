@@ -131,7 +131,15 @@ class KVPages:
     def view(self, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
         """The view of a pass over these rows of the B sequences."""
         return KVView(
-            self.page_size, self.keys, self.values, self.tables, positions, row_seq, row_start, max_rows, max_context
+            self.page_size,
+            self.keys,
+            self.values,
+            tables=self.tables,
+            positions=positions,
+            row_seq=row_seq,
+            row_start=row_start,
+            max_rows=max_rows,
+            max_context=max_context,
         )
 
 

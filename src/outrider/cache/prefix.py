@@ -136,7 +136,7 @@ class PrefixCache:
         if pages or self.has_full:
             entry = self._entry(parent, key)
             for name, page in pages.items():
-                self._add_page(key, entry, name, page)
+                self._add_page(key, entry, name, page=page)
 
     def _entry(self, parent: bytes, key: bytes) -> PrefixEntry:
         entry = self.entries.get(key)
@@ -172,7 +172,7 @@ class PrefixCache:
             for name, page in pages.items():
                 if not entry.pages[name]:
                     self.groups[name].pool.retain(page)
-                    self._add_page(key, entry, name, page)
+                    self._add_page(key, entry, name, page=page)
         chain.num_shared = max(start, end)
         self._mark_used(chain.keys[start:end])
         return new

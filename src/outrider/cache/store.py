@@ -179,7 +179,7 @@ class KVStore:
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         hit = 0
         if chain is not None:
-            hit, pages = self.prefix.match(chain, limit, granularity, unbroken)
+            hit, pages = self.prefix.match(chain, limit, granularity, unbroken=unbroken)
             chain.num_shared = hit // self.spec.page_size
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
@@ -303,17 +303,19 @@ class KVStore:
     ) -> KVView:
         """The view of the sequences in `slots`, after a `flush`."""
         self.flush()
-        return self.pages_of(slots, max_context).view(positions, row_seq, row_start, max_rows, max_context)
+        return self.pages_of(slots, max_context).view(
+            positions, row_seq, row_start, max_rows=max_rows, max_context=max_context
+        )
 
     def pages_of(self, slots: Tensor, context: int) -> KVPages:
         """The cache with one table row for each of these slots [B], up to `context` positions."""
         width = -(-context // self.spec.page_size)
         tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
-        return KVPages(self.spec.page_size, self.keys, self.values, tables)
+        return KVPages(self.spec.page_size, self.keys, self.values, tables=tables)
 
     def pages(self) -> KVPages:
         """The whole cache as kernels see it, with one table row per slot."""
-        return KVPages(self.spec.page_size, self.keys, self.values, self.tables)
+        return KVPages(self.spec.page_size, self.keys, self.values, tables=self.tables)
 
     def check(self) -> None:
         """Audit every pool against every holder, and the tables against the page lists."""

@@ -116,7 +116,7 @@ class AdapterPool:
     def slot_model(self, ranges: Tensor) -> TextModel:
         """The model for passes whose rows use the slots that `ranges` (ops.adapter_slots) names when they run."""
         assert self.slots is not None
-        return self.model.with_ops(cast(Backend, SlotOps(self.model.ops, self._names, self.slots, ranges)))
+        return self.model.with_ops(cast(Backend, SlotOps(self.model.ops, self._names, self.slots, ranges=ranges)))
 
     def _keep(self, name: str, adapter: Adapter) -> None:
         self._loaded.pop(name, None)

@@ -49,7 +49,7 @@ class AudioEncoder:
         self.max_items = max_clips
         self.max_seconds = MAX_SECONDS
         config = model.config
-        self.ids = PlaceholderIds(config.audio_id, config.boa_id, config.audio_id, config.eoa_id)
+        self.ids = PlaceholderIds(config.audio_id, config.boa_id, config.audio_id, end=config.eoa_id)
         self.decoder = AudioDecoder()
         self._spans = SpanCache(CACHED_CLIPS)
 

@@ -26,25 +26,26 @@ def calibrate(engine: Engine, key: str, path: Path | None) -> CostTable:
         return stored  # checking would require captures
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
     trees = any(executor.async_results and executor.trees for executor in engine.executors)
+    members = engine.drafter.members if engine.drafter is not None else ()
     timed = [
-        TimedDrafter(each.name, each.one_pass, trees, each.starts_from == "tokens")
-        for each in (engine.drafter.members if engine.drafter is not None else ())
+        TimedDrafter(one.name, one_pass=one.one_pass, trees=trees, reads=one.starts_from == "tokens") for one in members
     ]
     whole = len(timed) > 0 and any(
         executor.probes_whole_cycles and all(executor.can_probe(drafter.draft) for drafter in timed)
         for executor in engine.executors
     )
-    names: list[str | None] = [*(each.name for each in timed)] or [None]
+    names: list[str | None] = [*(drafter.name for drafter in timed)] or [None]
 
     def probe(part: CostPart, batch: int, k: int, context: int) -> None:
-        next(e for e in engine.executors if e.can_probe(part)).probe(part, batch, k, context)
+        executor = next(executor for executor in engine.executors if executor.can_probe(part))
+        executor.probe(part, batch, k, context=context)
 
     try:
-        if stored is not None and all(agrees(stored, probe, name, contexts[0], whole=whole) for name in names):
+        if stored is not None and all(agrees(stored, probe, name, context=contexts[0], whole=whole) for name in names):
             return stored
         grid = ProbeGrid([b for b in BATCHES if b <= engine.max_batch], contexts)
         budget_s = CAPTURING_S if captured else BUDGET_S
-        table = measure(probe, timed, grid, budget_s, key, whole=whole)
+        table = measure(probe, timed, grid, budget_s=budget_s, key=key, whole=whole)
     finally:
         engine.runner.close_scratch()
     if path is not None:

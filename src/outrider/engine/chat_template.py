@@ -42,6 +42,10 @@ def reserved(name: str) -> bool:
     return name in RESERVED or name.endswith("_token") or not name.isidentifier()
 
 
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
 class ChatTemplate:
     """May raise anything: a template is bad input."""
 
@@ -51,7 +55,7 @@ class ChatTemplate:
         )
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise
-        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        env.globals["strftime_now"] = _strftime_now
         self._template = env.from_string(source)
 
     def render(self, variables: dict[str, Any]) -> str:

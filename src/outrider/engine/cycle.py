@@ -38,7 +38,7 @@ class Rows:
         offsets, owners, starts = ragged([(0, k + 1) for k in ks])
         seq, offset, limit = (torch.tensor(values, device=device) for values in (owners, offsets, ks))
         start = torch.tensor(starts, dtype=torch.int32, device=device)
-        return Rows(max(ks), seq, offset, start, limit, len(set(ks)) == 1)
+        return Rows(max(ks), seq, offset, start=start, limit=limit, even=len(set(ks)) == 1)
 
     def flat(self, grid: Tensor) -> Tensor:
         """[B, K + 1] -> [R]"""
@@ -103,7 +103,7 @@ def cycle(
         draft = Draft(x.position.new_empty((x.position.shape[0], 0)), torch.zeros_like(x.position))
     ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
 
-    kv = pages.view(x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
+    kv = pages.view(x.positions, rows.seq, rows.start, max_rows=rows.k + 1, max_context=x.max_context)
     if x.tree is not None:
         kv.kv_slots = rows.positions(x.position)
         kv.ancestors = x.tree.ancestors
@@ -116,7 +116,7 @@ def cycle(
         verdict = override(verdict, draft, x.position)
     if verdict.rows is not None:
         specs = [model.config.layers[layer].attn for layer in model.config.kv_layers]
-        model.ops.compact_kv(verdict.rows, verdict.accepted, x.position, specs, kv)
+        model.ops.compact_kv(verdict.rows, verdict.accepted, x.position, specs=specs, kv=kv)
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
@@ -133,13 +133,13 @@ def on_path(out: CycleOutput, pages: KVPages, x: CycleInput) -> CycleOutput:
     rows = out.verdict.rows
     device = x.position.device
     assert rows is not None
-    size, wide = rows.shape
+    size, width = rows.shape
     at = (x.rows.start[:-1, None] + rows).reshape(-1)
     seq = torch.arange(size, device=device)
     start = torch.arange(size + 1, dtype=torch.int32, device=device)
-    depth = torch.minimum(torch.arange(wide, device=device), out.verdict.accepted[:, None])  # [B, D + 1]
+    depth = torch.minimum(torch.arange(width, device=device), out.verdict.accepted[:, None])  # [B, D + 1]
     positions = (x.position[:, None] + depth).reshape(-1)
-    kv = pages.view(positions, seq.repeat_interleave(wide), start * wide, wide, x.max_context)
+    kv = pages.view(positions, seq.repeat_interleave(width), start * width, max_rows=width, max_context=x.max_context)
     streams = tuple(stream.index_select(0, at) for stream in out.streams)
     return replace(out, streams=streams, kv=kv, following=out.following.reshape(-1))
 
@@ -156,12 +156,12 @@ def verify(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
         ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1))  # [R]
         # [R, D]: the drafted tokens up to and including each row's own
         lines = ids[rows.start[:-1][rows.seq][:, None] + tree.ancestors[:, 1:]] if sampling.looks_back else None
-        z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines, x.ops)
-        chosen = sampling.choose(z, rows.seq, position, x.ops)
-        accepted, tokens, path = x.ops.accept_path(chosen, ids, tree, rows.start, draft.lengths)
-        return Verdict(accepted, tokens, accepted + 1, path)
-    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask, ops=x.ops)
-    chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
+        z = sampling.process(logits, rows.seq, tree.depth, drafts=draft.tokens, grammar=mask, lines=lines, ops=x.ops)
+        chosen = sampling.choose(z, rows.seq, position, ops=x.ops)
+        accepted, tokens, path = x.ops.accept_path(chosen, ids, tree, start=rows.start, limit=draft.lengths)
+        return Verdict(accepted, tokens, accepted + 1, rows=path)
+    z = sampling.process(logits, rows.seq, rows.offset, drafts=draft.tokens, grammar=mask, ops=x.ops)
+    chosen = sampling.choose(z, rows.seq, position, ops=x.ops)  # [R]
     if not rows.k:
         none = torch.zeros_like(x.position)
         return Verdict(none, chosen[:, None], none + 1)

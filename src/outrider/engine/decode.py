@@ -28,10 +28,10 @@ from .cycle import CycleInput, Rows, cycle
 Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]
 FILTERS: dict[Choosing, Filters] = {
     "greedy": Filters(),
-    "sampled": Filters(True),
-    "head 64": Filters(True, True, True, True, 64),
-    "head 1024": Filters(True, True, True, True, 1024),
-    "sort": Filters(True, True, True, True, None),
+    "sampled": Filters(sampled=True),
+    "head 64": Filters(sampled=True, any=True, top_k=True, top_p=True, head=64),
+    "head 1024": Filters(sampled=True, any=True, top_k=True, top_p=True, head=1024),
+    "sort": Filters(sampled=True, any=True, top_k=True, top_p=True, head=None),
 }
 # drafted: by another graph just before, as masks depend on the drafts
 DraftSource = Literal["drafter", "host", "both", "drafted"]
@@ -69,7 +69,7 @@ class State:
     @staticmethod
     def of(features: Tensor, sampling: SlotSampling) -> State:
         rows = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
-        return State(rows, torch.ones_like(rows), features, sampling)
+        return State(rows, torch.ones_like(rows), features, sampling=sampling)
 
 
 @dataclass
@@ -205,10 +205,12 @@ class DecodeStep:
             return Draft(inputs.known(b, k, length), self.limit)
         assert self.drafter is not None
         drafter = self.drafter.member(key.drafter)
-        kv = pages.view(length - 1, self.each, self.each_start, 1, key.context)
+        kv = pages.view(length - 1, self.each, self.each_start, max_rows=1, max_context=key.context)
         features = self.drafter.features_of(drafter, self.state.features.index_select(0, self.slots))
         nothing: list[list[int]] = [[]] * b
-        batch = DraftBatch([None] * b, nothing, sampling, last, length, features, kv, self.model.ops)
+        batch = DraftBatch(
+            [None] * b, nothing, sampling, last=last, position=length, features=features, kv=kv, ops=self.model.ops
+        )
         if key.nodes:
             return drafter.build_fixed_tree(batch, k, key.nodes)
         tokens = drafter.propose(batch, k).tokens
@@ -235,19 +237,19 @@ class DecodeStep:
         length = state.position.index_select(0, slots)
         # gathered once: drafter and target look through them at different positions
         pages = self.store.pages_of(slots, key.context)
-        sampling = state.sampling.select(slots, length, FILTERS[key.choosing], key.asks)
+        sampling = state.sampling.select(slots, length, FILTERS[key.choosing], asks=key.asks)
         if key.part == "draft":
-            self.inputs.drafted[:b, : key.drafted].copy_(self._guess(last, length, pages, sampling).tokens)
+            self.inputs.drafted[:b, : key.drafted].copy_(self._guess(last, length, pages, sampling=sampling).tokens)
             out.tokens[:, :k].copy_(self.inputs.drafted[:b, :k])
             return None
-        x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
+        x = CycleInput(rows, slots, last, position=length, sampling=sampling, ops=model.ops, max_context=key.context)
         if self.bits is not None:
             x.masks = self._masks
-        draft = self._guess(last, length, pages, sampling) if k else None
+        draft = self._guess(last, length, pages, sampling=sampling) if k else None
         if isinstance(draft, TreeRows):
             x.tree = draft
             draft = Draft(draft.tokens, self.limit)
-        done = cycle(model, pages, draft, drafter, x, self.override)
+        done = cycle(model, pages, draft, drafter=drafter, x=x, override=self.override)
         verdict = done.verdict
         if drafter is not None and drafter.kv_specs:
             drafter.extend(done.streams, done.kv, done.following)
@@ -262,5 +264,5 @@ class DecodeStep:
             if drafter is not None:
                 state.features.index_copy_(0, slots, done.features)
             if key.asks != NO_FEATURES:
-                state.sampling.commit(sampling, slots, verdict.tokens, verdict.counts)
+                state.sampling.commit(sampling, slots, verdict.tokens, counts=verdict.counts)
         return done.logits

@@ -56,7 +56,7 @@ class Drafting:
         for name, which in by_drafter.items():
             rows = [scheduled[i] for i in which]
             try:
-                draft = self._checked(self._of_network(scheduled, which, x, trust), rows)
+                draft = self._checked(self._of_network(scheduled, which, x, trust=trust), rows)
             except Exception as error:
                 self.runner.switch_off(name or "", [row.seq for row in rows], error)
                 continue
@@ -73,7 +73,7 @@ class Drafting:
         drafter = self.runner.drafter
         assert drafter is not None
         if drafter.host_rounds:
-            return self._rounds_on_host(drafter, scheduled, sampling, trust, alone=alone)
+            return self._rounds_on_host(drafter, scheduled, sampling, trust=trust, alone=alone)
         with torch.inference_mode():
             self.runner.catch_up([row.seq for row in scheduled])
             draft = self.propose(scheduled, self.cycle_input(scheduled, sampling), trust)
@@ -123,7 +123,7 @@ class Drafting:
                     trees[i] = tree
         if trees is not None:
             trees = [tree if tree.tokens else DraftTree(row, range(k)) for row, tree in zip(tokens.tolist(), trees)]
-        return Draft(tokens, lengths, confidence, trees)
+        return Draft(tokens, lengths, confidence, trees=trees)
 
     def _checked(self, draft: Draft, scheduled: DecodeRows) -> Draft:
         size = len(scheduled)
@@ -147,7 +147,7 @@ class Drafting:
             scheduled = [scheduled[i] for i in which]
             x = replace(x, slots=x.slots[at], last=x.last[at], position=x.position[at], sampling=x.sampling.select(at))
         tracks = [row.seq.draft_track for row in scheduled]
-        batch = self._draft_batch(drafter, tracks, [row.seq.tokens for row in scheduled], x)
+        batch = self._draft_batch(drafter, tracks, [row.seq.tokens for row in scheduled], x=x)
         batch.plans = [row.plan for row in scheduled]
         batch.trust = trust.get(drafter.name)
         return drafter.propose(batch, max(row.plan.k for row in scheduled))
@@ -161,10 +161,12 @@ class Drafting:
         row_start = torch.arange(len(tokens) + 1, dtype=torch.int32, device=device)
         # the longest draft of the batch may reach further than a sequence's own
         reach = x.max_context + (max(drafter.block_rows, x.rows.k) if drafter.kv_specs else 0)
-        kv = runner.store.view(x.slots, x.position - 1, row_seq, row_start, 1, reach)
+        kv = runner.store.view(x.slots, x.position - 1, row_seq, row_start=row_start, max_rows=1, max_context=reach)
         assert runner.drafter is not None
         features = runner.drafter.features_of(drafter, runner.features[x.slots])
-        return DraftBatch(tracks, tokens, x.sampling, x.last, x.position, features, kv, x.ops)
+        return DraftBatch(
+            tracks, tokens, x.sampling, last=x.last, position=x.position, features=features, kv=kv, ops=x.ops
+        )
 
     # ---- timing
     def probe_input(self, batch: int, k: int, context: int) -> CycleInput:
@@ -175,7 +177,9 @@ class Drafting:
         slots = torch.tensor(runner.scratch_slots(batch, reach), device=device)
         position = torch.full((batch,), context, dtype=torch.int64, device=device)
         last = torch.zeros_like(position)
-        sampling = sampling_batch([SamplingParams()] * batch, [[0]] * batch, [[]] * batch, runner.vocab, device)
+        sampling = sampling_batch(
+            [SamplingParams()] * batch, [[0]] * batch, [[]] * batch, vocab=runner.vocab, device=device
+        )
         layout = self.rows_of((k,) * batch)
         ops = runner.model.ops
         return CycleInput(layout, slots, last=last, position=position, sampling=sampling, ops=ops, max_context=reach)
@@ -194,6 +198,6 @@ class Drafting:
         if drafter.host_rounds:
             drafter.draft_on_host(DraftTexts(tracks, [text] * batch, x.sampling), k, batch == 1)
         else:
-            drafter.propose(self._draft_batch(drafter, tracks, [text] * batch, x), k).tokens.tolist()
+            drafter.propose(self._draft_batch(drafter, tracks, [text] * batch, x=x), k).tokens.tolist()
         for track in tracks:
             drafter.release(track)

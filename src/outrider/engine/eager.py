@@ -92,17 +92,17 @@ class EagerExecutor(Executor):
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
         model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])
-        out = cycle(model, pages, draft if x.rows.k else None, runner.drafter, x)
+        out = cycle(model, pages, draft if x.rows.k else None, drafter=runner.drafter, x=x)
         runner.features.index_copy_(0, x.slots, out.features)
         if runner.drafter is not None and runner.drafter.kv_specs:
-            runner.extend(seqs, out.streams, out.kv, out.following)
-        runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, out.verdict.counts)
+            runner.extend(seqs, out.streams, out.kv, following=out.following)
+        runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, counts=out.verdict.counts)
         # the only host sync of a cycle
         outputs = DecodeOutputs(
             tokens=out.verdict.tokens.cpu().numpy(),
             num_tokens=out.verdict.counts.cpu().numpy(),
             num_drafted=np.array(ks),
-            logprobs=self._logprobs(seqs, x.rows, out.logits, out.verdict),
+            logprobs=self._logprobs(seqs, x.rows, out.logits, verdict=out.verdict),
         )
         if draft is not None and x.rows.k > 0:
             outputs.draft = draft.tokens.cpu().numpy()
@@ -140,13 +140,13 @@ class EagerExecutor(Executor):
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         if part != VERIFY:
-            self.drafting.probe(part, batch, k, context)
+            self.drafting.probe(part, batch, k, context=context)
             return
         runner = self.runner
         x = self.drafting.probe_input(batch, k, context)
         draft = Draft(x.last[:, None].expand(batch, k), torch.full_like(x.position, k)) if k else None
         runner.store.flush()
-        out = cycle(runner.model, runner.store.pages_of(x.slots, x.max_context), draft, runner.drafter, x)
+        out = cycle(runner.model, runner.store.pages_of(x.slots, x.max_context), draft, drafter=runner.drafter, x=x)
         out.verdict.tokens.tolist()  # waits for the device
 
 

@@ -109,27 +109,41 @@ class Engine:
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv.dtype or model.dtype
         drafter_kv_specs = drafter.kv_specs if drafter is not None else ()
-        budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, drafter_kv_specs))
+        budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, extra=drafter_kv_specs))
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
         members = drafter.members if drafter is not None else ()
         block_rows: dict[str | None, int] = {one.name: one.block_rows for one in members if one.block_rows}
-        written = max(self.chunk, MAX_DRAFT + 1, kv.span_rows, *block_rows.values())
-        sizes = (budget.max_context, config.page_size, written, budget.tokens, budget.window_tokens)
-        self.store = KVStore(model.config, CacheSpec(self.max_batch, *sizes), dtype, self.device, drafter_kv_specs)
+        cache_spec = CacheSpec(
+            slots=self.max_batch,
+            max_context=budget.max_context,
+            page_size=config.page_size,
+            chunk=max(self.chunk, MAX_DRAFT + 1, kv.span_rows, *block_rows.values()),
+            tokens=budget.tokens,
+            window_tokens=budget.window_tokens,
+        )
+        self.store = KVStore(model.config, cache_spec, dtype, device=self.device, extra=drafter_kv_specs)
         # prefixes are shared in multiples of it
         self.granularity = config.page_size if self.can.prompts_independent else self.chunk
-        self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare_bytes(config, self.device))
+        spare = spare_bytes(config, self.device)
+        self.prefill = PrefillBudget.of(model.config, self.can, self.chunk, spare=spare)
         self._metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
-        ends = tuple(sorted(self.eos))
-        self.runner = ModelRunner(model, self.store, drafter, features, ends, self.clock, self._metrics)
-        self.runner.adapters = adapters
+        self.runner = ModelRunner(
+            model=model,
+            store=self.store,
+            drafter=drafter,
+            features=features,
+            eos=tuple(sorted(self.eos)),
+            clock=self.clock,
+            metrics=self._metrics,
+            adapters=adapters,
+        )
         if prefix_store is not None:
             self.store.disk = PrefixStore(
-                self.store, prefix_store.folder, prefix_store.max_bytes, prefix_store.identity
+                self.store, prefix_store.folder, prefix_store.max_bytes, identity=prefix_store.identity
             )
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
@@ -212,8 +226,14 @@ class Engine:
                     advised=SamplingParams(**advice),
                 )
             )
-        net, block = (drafter.net, drafter.block_call) if drafter is not None else (None, None)
-        cycle = self.model.ops.host_cycle(self.model, net, self.store.pages(), runner.features, runner.taps, block)
+        cycle = self.model.ops.host_cycle(
+            self.model,
+            None if drafter is None else drafter.net,
+            self.store.pages(),
+            features=runner.features,
+            taps=runner.taps,
+            block=None if drafter is None else drafter.block_call,
+        )
         has_own_kv = drafter is not None and bool(drafter.kv_specs)
         if cycle is not None and not executors and (not has_own_kv or cycle.unread is not None):
             executors.append(HostExecutor(runner, cycle))
@@ -271,7 +291,7 @@ class Engine:
             seq.prefix = PrefixChain(self.config.page_size, seq.prefix_root)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         matcher = params.grammar.matcher() if params.grammar is not None else None
-        seq.answer = OutputProcessor(params, self.eos, detok, matcher)
+        seq.answer = OutputProcessor(params, self.eos, detok, matcher=matcher)
         if "ngram" in self.controller.drafters and self.policy.copies(request):
             seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
@@ -294,7 +314,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
         if seq is not None:
-            self._finish(seq, Event(request_id, [], [], []), "abort")
+            self._finish(seq, Event(request_id, [], [], texts=[]), "abort")
 
     def pause(self, request_id: str, on: bool) -> None:
         """A paused request keeps its slot and its K/V, and takes part in no step."""
@@ -377,7 +397,7 @@ class Engine:
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.active_cache, end)
             if seq.prefix is not None and (self.can.prompts_independent or end <= seq.prompt_len - 1):
-                self.store.share(seq.active_cache, seq.prefix, seq.cache_keys, end - end % self.granularity)
+                self.store.share(seq.active_cache, seq.prefix, seq.cache_keys, committed=end - end % self.granularity)
         for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
             item.seq.num_inflight_tokens += ahead
 
@@ -429,14 +449,14 @@ class Engine:
             kinds = ["plain"]
         tokens = tokens[:emitted]
         top = seq.request.params.logprobs
-        logprobs = None if top is None else logprobs_of(outputs, i, tokens, top)
+        logprobs = None if top is None else logprobs_of(outputs, i, tokens, top=top)
         seq.tokens += tokens
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
         drafts = draft_of(outputs, i)
-        event = Event(seq.id, tokens, kinds[:emitted], output.texts, logprobs=logprobs, tree=tree, drafts=drafts)
+        event = Event(seq.id, tokens, kinds[:emitted], texts=output.texts, logprobs=logprobs, tree=tree, drafts=drafts)
         if output.finish is not None:
             event.error = output.error
             event.stopped_by = output.stopped_by
@@ -452,7 +472,7 @@ class Engine:
             end = seq.computed - seq.computed % self.config.page_size
             try:
                 self.runner.catch_up([seq])
-                self.store.share(seq.cache, seq.prefix, seq.cache_keys, end)
+                self.store.share(seq.cache, seq.prefix, seq.cache_keys, committed=end)
             except MemoryError as error:  # it ends all the same
                 log.warning("the answer of %s is not shared: %s", seq.id, error)
         self.scheduler.remove(seq)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..types import OutriderError, bad_input
+from ..types import OutriderError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -55,7 +55,8 @@ class GrammarMatcher:
         accepted; rows after the first drafted token outside the grammar cannot be reached and allow everything."""
         words = (self._vocab + 31) // 32
         bits = np.full((len(drafts) + 1, words), -1, dtype=np.int32)
-        valid = consumed = 0
+        valid = 0
+        consumed = 0
         self._fill(bits[0])
         for draft in drafts:
             ended = self.done
@@ -110,8 +111,8 @@ class GrammarMatcher:
         if not self.done:
             began = time.thread_time()
             self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self._masks = self._masks + 1
-            self._spent = self._spent + time.thread_time() - began
+            self._masks += 1
+            self._spent += time.thread_time() - began
             if self._inner.is_error():
                 self._fail(self._inner.get_error())
             elif self.slow:
@@ -209,9 +210,10 @@ def schema_grammar(schema: object) -> str:
     import llguidance
 
     make = llguidance.LLMatcher.grammar_from_json_schema
-    why = lambda error: f"the JSON schema can't be compiled: {first_line(str(error))}"  # noqa: E731
-    with bad_input((ValueError, TypeError, RecursionError), why):
+    try:
         return str(make(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(error))}") from None
 
 
 def first_line(text: str) -> str:

@@ -7,7 +7,7 @@ drafts, a longer context or more sampling features and the same bits (`cheapest_
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from .decode import Choosing, Key
@@ -27,6 +27,15 @@ TREE_POSITIONS = 1 << 18  # of all sequences of a step with trees: attention kee
 WAYS: tuple[Choosing, ...] = get_args(Choosing)  # each includes the features of the earlier ones
 
 
+@dataclass(frozen=True)
+class GraphLimits:
+    """Limits of a captured step."""
+
+    batch: int  # sequences
+    context: int  # positions
+    rows: int
+
+
 def covers(there: Key, wanted: Key) -> bool:
     same = replace(there, batch=0, k=0, context=0, choosing=wanted.choosing) == replace(wanted, batch=0, k=0, context=0)
     deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
@@ -39,24 +48,26 @@ def cheapest_covering(there: Iterable[Key], wanted: Key) -> Key | None:
     return min(fit, key=lambda key: (key.batch * (key.k + 1), WAYS.index(key.choosing), key.context), default=None)
 
 
-def oversized(found: Key, wanted: Key) -> bool:
-    return found.k > wanted.k or found.nodes != wanted.nodes or found.batch > max(wanted.batch, FEW_SEQS)
+def oversized(stand_in: Key, wanted: Key) -> bool:
+    """True if a step of this key is notably slower in the graph that stands in for its own."""
+    return stand_in.k > wanted.k or stand_in.nodes != wanted.nodes or stand_in.batch > max(wanted.batch, FEW_SEQS)
 
 
-def padded(key: Key, most: int, furthest: int, rows: int, max_k: int = 0) -> Key:
-    """The key to capture for a step that no graph covers. most, furthest, rows: the maximum of sequences, positions and
-    rows. max_k: the maximum K of a chain; 0: K stays. Trees get a longer context only, as far as attention's partial
-    sums of their rows allow."""
+def padded(key: Key, limits: GraphLimits, max_k: int = 0) -> Key:
+    """The key to capture for a step that no graph covers. max_k: the maximum K of a chain; 0: K stays. Trees get a
+    longer context only, as far as attention's partial sums of their rows allow."""
     context = NEAR_CONTEXT
     while context < key.context:
         context *= FURTHER
-    context = max(key.context, min(context, furthest))
+    context = max(key.context, min(context, limits.context))
     if key.nodes:
         return replace(key, context=context) if key.batch * context <= TREE_POSITIONS else key
     batch = next((size for size in BATCHES if size >= key.batch), key.batch)
-    batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
-    k = next((k for k in PADDED_K if k >= key.k), key.k) if key.k else 0
-    k = k if k <= max_k and batch * (k + 1) <= rows else key.k
+    if batch > limits.batch or batch * (key.drafted + 1) > limits.rows:
+        batch = key.batch
+    k = next((k for k in PADDED_K if k >= key.k), key.k) if key.k > 0 else 0
+    if k > max_k or batch * (k + 1) > limits.rows:
+        k = key.k
     return replace(key, batch=batch, k=k, context=context)
 
 
@@ -67,38 +78,43 @@ def stand_in(there: Iterable[Key], wanted: Key) -> Key | None:
 
 
 def warmup_keys(
-    most: int,
-    furthest: int,
-    rows: int,
+    limits: GraphLimits,
     widths: Sequence[int],
+    *,
     drafters: Sequence[str | None] = (None,),
     advised: Choosing = "greedy",
 ) -> list[Key]:
     """A server's steps, those of most rows first, whose memory the others reuse. widths: the K; drafters: of `Key`;
     advised: how requests choose that follow the model's own advice."""
-    batches = [*(size for size in BATCHES if size < most), most]
-    shapes = [(batch, min(NEAR_CONTEXT, furthest)) for batch in batches]
-    far = [batch for batch in batches if batch <= FAR_BATCH and furthest > NEAR_CONTEXT]
-    shapes += [(batch, min(NEAR_CONTEXT * FURTHER, furthest)) for batch in far]
+    near = min(NEAR_CONTEXT, limits.context)
+    far = min(NEAR_CONTEXT * FURTHER, limits.context)
+    batches = [*(size for size in BATCHES if size < limits.batch), limits.batch]
+    shapes = [(batch, near) for batch in batches]
+    if limits.context > NEAR_CONTEXT:
+        shapes += [(batch, far) for batch in batches if batch <= FAR_BATCH]
     ways: tuple[Choosing, ...] = ("sampled", "greedy")
-    each = [(k, *shape, way) for k in dict.fromkeys(widths) for shape in shapes for way in ways]
-    keys = [Key(b, k, context, way, "drafter" if k else None) for k, b, context, way in each if b * (k + 1) <= rows]
+    keys: list[Key] = []
+    for k in dict.fromkeys(widths):
+        for batch, context in shapes:
+            if batch * (k + 1) > limits.rows:
+                continue
+            for way in ways:
+                keys.append(Key(batch, k, context, choosing=way, source="drafter" if k > 0 else None))
     if advised not in ways:
-        near = [key for key in keys if key.choosing == ways[0] and key.context == min(NEAR_CONTEXT, furthest)]
-        keys += [replace(key, choosing=advised) for key in near if key.batch <= ADVISED_BATCH]
+        nearest = [key for key in keys if key.choosing == ways[0] and key.context == near]
+        keys += [replace(key, choosing=advised) for key in nearest if key.batch <= ADVISED_BATCH]
     keys = [replace(key, drafter=name) for key in keys for name in (drafters if key.k else (None,))]
     return sorted(keys, key=lambda key: -key.batch * (key.k + 1))
 
 
 def first_keys(
-    most: int,
-    furthest: int,
-    rows: int,
+    limits: GraphLimits,
     widths: Sequence[int],
+    *,
     drafters: Sequence[str | None] = (None,),
     advised: Choosing = "greedy",
 ) -> list[Key]:
     """Those of `warmup_keys` that the first requests of a program need: one and few sequences, the nearest context."""
-    near = min(NEAR_CONTEXT, furthest)
-    keys = warmup_keys(most, furthest, rows, widths, drafters, advised)
-    return [key for key in keys if key.batch in (1, min(FEW_SEQS, most)) and key.context == near]
+    near = min(NEAR_CONTEXT, limits.context)
+    keys = warmup_keys(limits, widths, drafters=drafters, advised=advised)
+    return [key for key in keys if key.batch in (1, min(FEW_SEQS, limits.batch)) and key.context == near]

@@ -116,7 +116,7 @@ class GraphExecutor(Executor):
         pool = GraphPool(self.device)
         # Refused keys use a feature that could not be captured: those steps are eager.
         self.cache: GraphCache[Key, CapturedGraph] = GraphCache(self.device, pool)
-        self.prefill_graphs = PrefillGraphs(runner, pass_rows, packed_rows, pool)
+        self.prefill_graphs = PrefillGraphs(runner, pass_rows, packed_rows, pool=pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
         self._known: tuple[list[Sequence], Choosing, SamplingFeatures] = (
@@ -125,8 +125,11 @@ class GraphExecutor(Executor):
             NO_FEATURES,
         )  # of the last batch
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
-        most = min(capabilities.bucket(self.idle), capabilities.graph_batches[-1])
-        self._bounds = (most, bound_of(self._furthest), capabilities.graph_rows)  # as `graph_dispatch` takes them
+        self._limits = graph_dispatch.GraphLimits(
+            batch=min(capabilities.bucket(self.idle), capabilities.graph_batches[-1]),
+            context=bound_of(self._furthest),
+            rows=capabilities.graph_rows,
+        )
         members = drafter.members if drafter is not None else ()
         longest = [member.max_tokens for member in members] or [0]  # a block of 8 drafts 7
         self.widths = tuple(sorted({*capabilities.graph_widths, *longest}))  # K of the graphs
@@ -162,7 +165,7 @@ class GraphExecutor(Executor):
             only = replace(key, source=source, part="draft", asks=NO_FEATURES, adapted=False, drafter=name)
             draft = self.capture(only)
             graph = graph if draft is not None else None
-        return GraphPlan(batch, graph, wanted.context, draft) if graph is not None else None
+        return GraphPlan(batch, graph, wanted.context, draft=draft) if graph is not None else None
 
     def _placed(self, batch: StepBatch) -> bool:
         """Put the adapters of the whole step into slots, and drop graphs that read freed tensors."""
@@ -180,7 +183,7 @@ class GraphExecutor(Executor):
         stand_in, count = self._instead.get(wanted, (None, 0))
         if stand_in is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(stand_in, wanted)):
             max_k = MAX_DRAFT if wanted.source == "host" else self._max_k
-            padded = graph_dispatch.padded(wanted, *self._bounds, max_k)
+            padded = graph_dispatch.padded(wanted, self._limits, max_k)
             if stand_in is None:
                 stand_in = graph_dispatch.stand_in(self.cache.graphs, wanted) or self._spare(padded) or wanted
             else:
@@ -212,7 +215,17 @@ class GraphExecutor(Executor):
         adapted = any([item.seq.adapter is not None for item in scheduled])
         batch = self.can.bucket(len(scheduled))
         name = self._named(scheduled) if source in ("drafter", "both") else None
-        return Key(batch, k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes, adapted, name)
+        return Key(
+            batch=batch,
+            k=k,
+            context=bound_of(furthest + beyond),
+            choosing=choosing,
+            source=source,
+            asks=asks,
+            nodes=nodes,
+            adapted=adapted,
+            drafter=name,
+        )
 
     @staticmethod
     def _drafters(scheduled: DecodeRows) -> set[str | None]:
@@ -271,7 +284,9 @@ class GraphExecutor(Executor):
             self._put("ranges", self.inputs.ranges, ranges)
             model = runner.adapters.slot_model(self.inputs.ranges[: len(ranges)])
         bits = self.bits if key.asks.grammar else None
-        step = DecodeStep(model, runner.store, self.drafter, self.state, self.inputs, key, out, bits)
+        step = DecodeStep(
+            model, runner.store, self.drafter, state=self.state, inputs=self.inputs, key=key, out=out, bits=bits
+        )
 
         def once() -> None:
             step()  # its logits are not kept: they would keep the graph's memory alive
@@ -282,7 +297,7 @@ class GraphExecutor(Executor):
             return None
         copies = [Output.of(key, torch.device("cpu"), pin_memory=self.device.type == "cuda") for _ in range(2)]
         hosts = [HostOutput(copy, copy.views()) for copy in copies]
-        captured = CapturedGraph(key, graph, out, hosts)
+        captured = CapturedGraph(key, graph, out, hosts=hosts)
         self.cache.graphs[key] = captured
         return captured
 
@@ -306,7 +321,7 @@ class GraphExecutor(Executor):
         before = self.prefill_graphs.ran
         if batch.prompts:
             self.runner.prompts(batch.prompts, self.prefill_graphs.run, self.prefill_graphs.pack)
-        pending = PendingStep(self, batch, self.runner.clock(), self.prefill_graphs.ran - before)
+        pending = PendingStep(self, batch, self.runner.clock(), rows=self.prefill_graphs.ran - before)
         pending.num_captures = self.num_captures
         if plan.graph is None:
             return pending
@@ -426,8 +441,8 @@ class GraphExecutor(Executor):
 
     def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         began = self.runner.clock()
-        chosen = graph_dispatch.warmup_keys if served else graph_dispatch.first_keys
-        keys = chosen(*self._bounds, self._widths, self.names, self._advised)
+        keys_of = graph_dispatch.warmup_keys if served else graph_dispatch.first_keys
+        keys = keys_of(self._limits, self._widths, drafters=self.names, advised=self._advised)
         slots = self.runner.adapters.slots if self.runner.adapters is not None else None
         if slots is not None and slots.weights:
             keys = [replace(key, adapted=adapted) for key in keys for adapted in (False, True)]
@@ -460,16 +475,17 @@ class GraphExecutor(Executor):
         views = [*map(self._view, keys), *(view for key in passes for view in self.prefill_graphs.views(key))]
         report = partial(progress, "compiling kernels, once per machine")
         try:
-            model.ops.compile_attention(list(specs.values()), views, model.dtype, report)
+            model.ops.compile_attention(list(specs.values()), views, model.dtype, progress=report)
         except Exception as error:
             log.debug("kernels are compiled as they are needed: %s", error)
 
     def _view(self, key: Key) -> KVView:
-        """What the target's attention sees in a step of chains, on the scratch page."""
+        """The view that the target's attention has in a step of chains, on the scratch page."""
         rows = Rows.of((key.k,) * key.batch, self.device)
         slots = torch.full((key.batch,), self.idle, device=self.device)
         pages = self.runner.store.pages_of(slots, key.context)
-        return pages.view(rows.positions(torch.ones_like(slots)), rows.seq, rows.start, rows.k + 1, key.context)
+        positions = rows.positions(torch.ones_like(slots))
+        return pages.view(positions, rows.seq, rows.start, max_rows=rows.k + 1, max_context=key.context)
 
     @torch.inference_mode()
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
@@ -482,7 +498,9 @@ class GraphExecutor(Executor):
         what: Literal["cycle", "draft"] = "cycle" if part == VERIFY or tree else "draft"
         source: DraftSource | None = "drafter" if what == "draft" or tree else "host" if width else None
         bound = bound_of(context + max(width, nodes) + 1)
-        captured = self.capture(Key(rows, width, bound, "greedy", source, what, nodes=nodes, drafter=name))
+        captured = self.capture(
+            Key(rows, width, bound, choosing="greedy", source=source, part=what, nodes=nodes, drafter=name)
+        )
         if captured is None:
             return
         self._put("slots", self.inputs.slots, [self.idle] * rows)

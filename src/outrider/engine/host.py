@@ -114,7 +114,9 @@ class HostExecutor(Executor):
         sampling = self._probes.get(batch)  # built once per batch, not per cycle, as in real steps
         if sampling is None:
             params = [SamplingParams()] * batch
-            sampling = sampling_batch(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)
+            sampling = sampling_batch(
+                params, [[0]] * batch, [[]] * batch, vocab=self.runner.vocab, device=self.runner.device
+            )
             self._probes[batch] = sampling
         slots = self.runner.scratch_slots(batch, context + k + 1)
         self.runner.store.flush()
@@ -129,7 +131,7 @@ class HostExecutor(Executor):
             if proposer == Proposer.HOST:
                 if unread is not None:
                     unread.read(slots)
-                self.drafting.probe(part, batch, k, context)
+                self.drafting.probe(part, batch, k, context=context)
         inputs = self.cycle.inputs
         inputs.slot[:batch] = slots
         inputs.last_token[:batch] = 0

@@ -37,7 +37,7 @@ class ImageEncoder:
         self.noun = "image"
         self.max_items = max_images
         config = model.config
-        self.ids = PlaceholderIds(config.placeholder_id, config.boi_id, config.image_id, config.eoi_id)
+        self.ids = PlaceholderIds(config.placeholder_id, config.boi_id, config.image_id, end=config.eoi_id)
         self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
         self._spans = SpanCache(KEPT)
@@ -55,7 +55,7 @@ class ImageEncoder:
 
         def span() -> SoftSpan:
             soft_tokens = self.model.encode(torch.from_numpy(pixels.copy()))
-            return SoftSpan(0, soft_tokens, key, config.bidirectional, config.pad_id)
+            return SoftSpan(0, soft_tokens, key, bidirectional=config.bidirectional, pad_id=config.pad_id)
 
         return self._spans.get(key, span)
 

@@ -17,11 +17,11 @@ SHORTEST_SECONDS = 0.2  # of a measurement: processor time is counted in hundred
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor time since the start of the machine and of this process, in seconds."""
+    """Processor time in seconds: since the start of the machine, and of this process."""
 
-    machine: float  # of all programs
+    machine: float  # used by all programs
     total: float  # used and idle
-    own: float
+    process: float  # of this process
 
     @classmethod
     def now(cls) -> Usage | None:
@@ -36,7 +36,7 @@ class Usage:
         seconds = {name: int(word) / ticks for name, word in zip(FIELDS, words[1:])}
         total = sum(seconds.values())
         waiting = sum(seconds.get(name, 0.0) for name in WAITING)
-        return cls(machine=total - waiting, total=total, own=time.process_time())
+        return cls(machine=total - waiting, total=total, process=time.process_time())
 
 
 class OtherLoad:
@@ -54,11 +54,11 @@ class OtherLoad:
         total = now.total - before.total
         if total < SHORTEST_SECONDS:
             return None
-        others = (now.machine - before.machine) - (now.own - before.own)
+        others = (now.machine - before.machine) - (now.process - before.process)
         return min(1.0, max(0.0, others / total))
 
     def line(self) -> str | None:
-        """What to tell the reader of a timing; None if there is nothing to tell."""
+        """A caution for the reader of a timing; None if the machine is idle otherwise."""
         share = self.share()
         if share is None or share < NOTABLE:
             return None

@@ -48,12 +48,12 @@ class KVBudget:
         device = target.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            return cls.on_gpu(config, model, can, dtype, free=free, total=total, extra=extra)
+            return cls.on_gpu(config, model, can, dtype=dtype, free=free, total=total, extra=extra)
         batch = config.max_batch or can.sequences
         free = max(0, free_bytes(device) - penalty_bytes(batch, model.vocab_size))
-        budget = plan_kv_memory(config, model, dtype, free, batch, None, extra)
+        budget = plan_kv_memory(config, model, dtype, free=free, batch=batch, budget=None, extra=extra)
         passes = max_prefill_rows(model, can)
-        return replace(budget, pass_rows=passes, packed_rows=max_packed_rows(model, can, passes, 0))
+        return replace(budget, pass_rows=passes, packed_rows=max_packed_rows(model, can, passes, spare=0))
 
     @classmethod
     def on_gpu(
@@ -75,13 +75,15 @@ class KVBudget:
         work = work_bytes(model.vocab_size, min(can.graph_rows, batch * (MAX_DRAFT + 1)))
         outside = (1.0 - config.gpu_memory) * total
         room = int(free - outside) - work - captured_bytes(model, passes) - penalties
-        budget = plan_kv_memory(config, model, dtype, max(0, free - penalties), batch, room, extra)
-        return replace(budget, pass_rows=passes, packed_rows=max_packed_rows(model, can, passes, int(outside)))
+        budget = plan_kv_memory(
+            config, model, dtype, free=max(0, free - penalties), batch=batch, budget=room, extra=extra
+        )
+        return replace(budget, pass_rows=passes, packed_rows=max_packed_rows(model, can, passes, spare=int(outside)))
 
 
 @dataclass(frozen=True)
 class KVOptions:
-    """What an engine's K/V depends on in addition to its configuration."""
+    """Settings of an engine's K/V that its configuration does not have."""
 
     dtype: torch.dtype | None = None  # None: the model's
     span_rows: int = 0  # most rows of an image
@@ -152,7 +154,7 @@ def plan_kv_memory(
     max_context = min(config.max_context or model.max_context, model.max_context)
     if budget is not None and config.kv_tokens is None:
         window = max(attn.window or 0 for attn in specs)
-        return _divided(config, max_context, full, per_token - full, window, batch, budget)
+        return _divided(config, max_context, full, sliding=per_token - full, window=window, batch=batch, budget=budget)
     if config.max_context is None and budget is None:
         max_context = min(
             model.max_context, max(MIN_CONTEXT, max(KV_BYTES, free // SHARE) // per_token - config.page_size)
@@ -164,7 +166,7 @@ def plan_kv_memory(
 
 
 def _divided(
-    config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int
+    config: EngineConfig, max_context: int, full: int, sliding: int, window: int, batch: int, budget: int
 ) -> KVBudget:
     """A GPU's budget divided between full and sliding layers. full, sliding: bytes per position of all such layers."""
     page = config.page_size
@@ -174,22 +176,23 @@ def _divided(
     # Fewer sequences leave more for prompts.
     spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
     served = max(
-        1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + window_positions * sliding))
+        1,
+        min(batch, (budget - spare * sliding) // max(1, min(max_context, SERVED) * full + window_positions * sliding)),
     )
     if full:  # one sequence must be able to use the whole context, even if few others then fit
-        left = budget - spare * sliding - (asked + page) * full
+        left = budget - spare * sliding - (max_context + page) * full
         served = max(1, min(served, left // max(1, window_positions * sliding))) if sliding else served
     window_tokens = served * window_positions + spare
-    tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
-    tokens = min(tokens, batch * asked + page)
-    if tokens < asked + page:
+    tokens = (budget - window_tokens * sliding) // full if full else batch * max_context + page
+    tokens = min(tokens, batch * max_context + page)
+    if tokens < max_context + page:
         if config.max_context is None and tokens <= 2 * page:
             reason = f"weights and working memory leave {max(0, budget) / 2**30:.1f} GiB for K/V, too little"
             raise OutriderError(f"{reason}: `outrider inspect MODEL --gpu CARD` lists options that need less")
         if config.max_context is not None:
-            raise _too_long(asked, (asked + page) * full + window_tokens * sliding, budget)
-        asked = tokens - page
-    return KVBudget(asked, tokens, window_tokens if sliding else None)
+            raise _too_long(max_context, (max_context + page) * full + window_tokens * sliding, budget)
+        max_context = tokens - page
+    return KVBudget(max_context, tokens, window_tokens if sliding else None)
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:

@@ -69,7 +69,7 @@ class ModelRunner:
     batch_sampling: SamplingBatch | None = None  # and its rows; None: a graph has updated them
 
     def __post_init__(self) -> None:
-        self.slot_sampling = SlotSampling(self.features.shape[0], self.vocab, self.eos, self.device)
+        self.slot_sampling = SlotSampling(self.features.shape[0], self.vocab, self.eos, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +117,7 @@ class ModelRunner:
         ends = [i for i, chunk in enumerate(chunks) if chunk.wanted]
         last = last_rows(kv, ends)
         model = self.model_for([chunk.seq.adapter for chunk in chunks], [chunk.num_tokens for chunk in chunks])
-        features = self.forward(upload(ids, torch.int64, self.device), kv, last, chunks, model)
+        features = self.forward(upload(ids, torch.int64, self.device), kv, last, chunks=chunks, model=model)
         if ends:
             where = upload([chunks[i].slot for i in ends], torch.int64, self.device)
             self.features.index_copy_(0, where, features)
@@ -135,10 +135,10 @@ class ModelRunner:
         captured pass the next token of each (`following`). model: with the adapters of the rows."""
         model = model or self.model
         if self.drafter is None or not self.drafter.kv_specs:
-            return model.forward(ids, kv, self.taps, last).features
+            return model.forward(ids, kv, self.taps, wanted=last).features
         out = model.forward(ids, kv, self.taps)
         if following is None:
-            self.extend([chunk.seq for chunk in chunks], out.streams, kv, self.next_tokens(chunks))
+            self.extend([chunk.seq for chunk in chunks], out.streams, kv, following=self.next_tokens(chunks))
         else:
             self.drafter.extend(out.streams, kv, following)
         return out.features.index_select(0, last.rows)
@@ -211,9 +211,11 @@ class ModelRunner:
         adapted = chunk.seq.adapter is not None
         if self.adapters is not None and adapted:
             model = self.adapters.model_for([chunk.seq.adapter], [chunk.num_tokens])
-        out = model.forward_soft(soft, span.pad_id, kv, self.taps, None if reads_all_rows or adapted else last, end)
+        out = model.forward_soft(
+            soft, span.pad_id, kv, taps=self.taps, wanted=None if reads_all_rows or adapted else last, end=end
+        )
         if reads_all_rows and self.drafter is not None:
-            self.extend([chunk.seq], out.streams, kv, self.next_tokens([chunk]))
+            self.extend([chunk.seq], out.streams, kv, following=self.next_tokens([chunk]))
         if chunk.wanted:
             self.features[chunk.slot] = out.features[-1]
 
@@ -240,11 +242,14 @@ class ModelRunner:
             places, owners, starts = ragged(spans)
             positions = upload(places, torch.int64, device)
             row_seq = upload(owners, torch.int64, device)
-        widest = max(count for _, count in spans)
-        furthest = max(start + count for start, count in spans)
-        where = upload(slots, torch.int64, device)
-        row_start = upload(starts, torch.int32, device)
-        return self.store.view(where, positions, row_seq, row_start, widest, furthest)
+        return self.store.view(
+            upload(slots, torch.int64, device),
+            positions,
+            row_seq,
+            row_start=upload(starts, torch.int32, device),
+            max_rows=max(count for _, count in spans),
+            max_context=max(start + count for start, count in spans),
+        )
 
     def sampling(self, seqs: list[Sequence]) -> SamplingBatch:
         """Gathered only when the batch has changed: `SlotSampling.commit` keeps it up to date in between."""
@@ -254,7 +259,7 @@ class ModelRunner:
             self.join(seqs, asks)
             slots = torch.tensor([seq.active_cache.slot for seq in seqs], device=self.device)
             position = torch.tensor([len(seq.tokens) - 1 for seq in seqs], device=self.device)
-            self.batch_sampling = self.slot_sampling.select(slots, position, filters_of(params, self.vocab), asks)
+            self.batch_sampling = self.slot_sampling.select(slots, position, filters_of(params, self.vocab), asks=asks)
             self._sampled = seqs
         return self.batch_sampling
 
@@ -268,7 +273,7 @@ class ModelRunner:
                 cache.sampling_joined = True
                 params = seq.request.params
                 assert not (seq.num_inflight_tokens and params.altered), "its history joined with its first step"
-                fresh.append(Joining(cache.slot, params, seq.request.prompt, seq.tokens[seq.prompt_len :]))
+                fresh.append(Joining(cache.slot, params, seq.request.prompt, output=seq.tokens[seq.prompt_len :]))
         if fresh:
             self.slot_sampling.join(fresh)
 

@@ -42,35 +42,44 @@ class OutputProcessor:
         for token in tokens:
             self._count += 1
             ended = token in self.end_token_ids and self._count >= params.min_tokens
-            finish = "stop" if ended else ("length" if len(texts) + 1 >= room else None)
+            finish: str | None = None
+            if ended:
+                finish = "stop"
+            elif len(texts) + 1 >= room:
+                finish = "length"
             error = None
             stop = None
             if self.matcher is not None:
                 self.matcher.advance([token])
                 error = self.matcher.failed
-                finish = finish if error is None else "error"
+                if error is not None:
+                    finish = "error"
             # the token that ends an answer is not part of its text
             text = "" if ended or detok is None else detok.push((token,))
             if finish is not None and detok is not None:
                 text += detok.flush()
             if params.stop:
                 text, stop = self._until_stop(text, finish is not None)
-                finish = "stop" if stop is not None and error is None else finish
+                if stop is not None and error is None:
+                    finish = "stop"
             texts.append(text)
             if finish is not None:
-                return Accepted(texts, finish, error, stop)
+                return Accepted(texts, finish=finish, error=error, stopped_by=stop)
         return Accepted(texts)
 
     def _until_stop(self, text: str, last: bool) -> tuple[str, str | None]:
         """The part of the text that may be emitted, and the stop string that ended it."""
         stops = self._params.stop
         self._held += text
-        matches = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)
-        end = matches[0][0] if matches else len(self._held)
-        if matches and self._params.include_stop:
-            end += len(matches[0][1])
-        if not matches and not last:
+        matches = sorted((self._held.find(stop), stop) for stop in stops if stop in self._held)
+        stopped_by: str | None = None
+        end = len(self._held)
+        if matches:
+            end, stopped_by = matches[0]
+            if self._params.include_stop:
+                end += len(stopped_by)
+        elif not last:
             end -= max(overlap(self._held, stop) for stop in stops)
-        show = self._held[:end]
+        shown = self._held[:end]
         self._held = self._held[end:]
-        return show, matches[0][1] if matches else None
+        return shown, stopped_by

@@ -55,10 +55,10 @@ class PrefillBudget:
     def of(cls, model: ModelConfig, can: Capabilities, chunk: int, spare: int) -> PrefillBudget:
         """spare: bytes of a GPU outside the share granted to weights, K/V and activations."""
         batched = max_batched_prefill(model, can.packed_rows)
-        beside = prefill_with_decodes(model, can.prefill_with_decodes, can.prefill_flops_with_decodes, chunk)
+        beside = prefill_with_decodes(model, can.prefill_with_decodes, can.prefill_flops_with_decodes, most=chunk)
         few = (beside // 4, beside // 2, *range(beside, chunk + 1, max(1, beside)))
         choices = LIKELY if beside > FEW_ROWS else few
-        return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare), beside, choices)
+        return cls(chunk, batched, prefill_idle(model, batched, can.packed_rows, spare=spare), beside, choices)
 
     def tokens(self, decoding: int, waiting: int) -> tuple[int, bool]:
         """Prompt tokens of a step, and whether decoding sequences limit them."""
@@ -113,7 +113,7 @@ def max_batched_prefill(model: ModelConfig, most: int) -> int:
     """Prompt tokens of all sequences in one pass; more for a small model, whose passes are short."""
     rows = most
     size = model_size(model)
-    while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
+    while rows > FEWEST and flops(size, rows, 0, head_rows=0) > PASS:
         rows //= 2
     return rows
 
@@ -121,7 +121,7 @@ def max_batched_prefill(model: ModelConfig, most: int) -> int:
 def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
     """Prompt tokens next to decoding: `rows`, or up to `most` if these take at most `work` operations."""
     size = model_size(model)
-    while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
+    while rows and 2 * rows <= most and flops(size, 2 * rows, 0, head_rows=0) <= work:
         rows *= 2
     return rows
 
@@ -136,13 +136,13 @@ def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
 def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:
     """Rows of the largest captured pass: the device runs it in no more time than the host needs to launch it."""
     work = model_size(model)
-    fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
+    fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, head_rows=0) <= LAUNCHING]
     return max(fit, default=0) if can.prompts_independent else 0
 
 
 def max_packed_rows(model: ModelConfig, can: Capabilities, captured: int, spare: int) -> int:
     """Rows of several chunks in one pass: as many as are captured, or more, kernel by kernel, if the host's launches
     are hidden and memory allows. A mixture reads all its experts in every pass, so it gains most."""
-    if flops(model_size(model), can.independent_rows, 0, 0) <= HIDDEN * LAUNCHING:
+    if flops(model_size(model), can.independent_rows, 0, head_rows=0) <= HIDDEN * LAUNCHING:
         return captured
-    return prefill_idle(model, FEWEST, can.independent_rows, spare)
+    return prefill_idle(model, FEWEST, can.independent_rows, spare=spare)

@@ -56,10 +56,9 @@ class PrefillGraphs:
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         table = next(iter(runner.store.tables.values()))
         page = runner.store.spec.page_size
-        # positions that a table can hold
         self.most = most
         self.pack = pack
-        self.furthest = table.shape[1] * page
+        self.furthest = table.shape[1] * page  # positions that a table can hold
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
         count = size(ROWS[-1], SEQUENCES[-1]) if most else 0
@@ -74,7 +73,7 @@ class PrefillGraphs:
             return
         self.ran += key.rows
         self.runner.store.flush()
-        self._say(chunks, key)
+        self._write(chunks, key)
         graph.replay()
 
     def key(self, chunks: PromptChunks) -> PrefillKey | None:
@@ -88,17 +87,17 @@ class PrefillGraphs:
             rows = next(n for n in ROWS if n >= count)
             sequences = next(n for n in SEQUENCES if n >= len(chunks))
             context = NEAR_PREFILL if end <= NEAR_PREFILL < self.furthest else self.furthest
-            key = PrefillKey(rows, sequences, context, wanted)
+            key = PrefillKey(rows, sequences, context, wanted=wanted)
             if key not in self.cache.refused:
                 return key
-        there = [key for key in self.cache.graphs if key.covers(count, len(chunks), end, wanted)]
+        there = [key for key in self.cache.graphs if key.covers(count, len(chunks), end, wanted=wanted)]
         return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
     def capture(self, key: PrefillKey) -> Graph | None:
         """The graph of this key, captured if necessary. After a failure only passes of fewer rows are captured."""
         if key in self.cache.graphs or key in self.cache.refused:
             return self.cache.graphs.get(key)
-        self._say([], key)  # the warm-up runs on the scratch page alone
+        self._write([], key)  # the warm-up runs on the scratch page alone
         graph = self.cache.capture(key, partial(prompt_pass, self.runner, self._numbers, key), self.runner.divided)
         if not isinstance(graph, str):
             self.cache.graphs[key] = graph
@@ -120,12 +119,13 @@ class PrefillGraphs:
         return [key for key in keys if key.sequences == SEQUENCES[0] and key.wanted == ends[-1]]
 
     def views(self, key: PrefillKey) -> list[KVView]:
-        """What attention sees in this pass, on the scratch page: its rows, and the last ones of the sequences."""
+        """The views of attention in this pass, on the scratch page: of its rows, and of each sequence's last one."""
         count = key.sequences + 1
         rows = torch.zeros(key.rows, dtype=torch.int64, device=self.device)
         slots = torch.full((count,), self.idle, dtype=torch.int64, device=self.device)
         starts = torch.zeros(count + 1, dtype=torch.int32, device=self.device)
-        view = self.runner.store.pages_of(slots, key.context).view(rows, rows, starts, key.rows, key.context)
+        pages = self.runner.store.pages_of(slots, key.context)
+        view = pages.view(rows, rows, starts, max_rows=key.rows, max_context=key.context)
         last = replace(view, positions=slots, row_seq=slots, max_rows=1)
         return [view, last] if key.wanted else [view]
 
@@ -135,7 +135,7 @@ class PrefillGraphs:
             self.capture(key)
         self.fixed = True
 
-    def _say(self, chunks: PromptChunks, key: PrefillKey) -> None:
+    def _write(self, chunks: PromptChunks, key: PrefillKey) -> None:
         """The graph's inputs: ids, positions, sequence and next token of each row; then for each sequence, the idle one
         last, where its rows begin (and where the last ends), its slot, and the slot for its last hidden state."""
         idle = self.idle
@@ -151,17 +151,17 @@ class PrefillGraphs:
         ends = [*(chunk.slot if chunk.wanted else idle for chunk in chunks), *[idle] * (spare + 1)]
         nothing = [0] * fill
         rows = [*ids, *nothing, *positions, *nothing, *owner, *[key.sequences] * fill, *after, *nothing]
-        line = [*rows, *starts, *slots, *ends]
-        self._numbers[: len(line)].copy_(upload(line, torch.int64, self.device))
+        numbers = [*rows, *starts, *slots, *ends]
+        self._numbers[: len(numbers)].copy_(upload(numbers, torch.int64, self.device))
 
 
 def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
-    """The captured function: it reads no value. numbers: as `PrefillGraphs._say` writes them."""
+    """The captured function: it reads no value. numbers: as `PrefillGraphs._write_inputs` writes them."""
     count = key.sequences + 1
     parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 4 + [count + 1, count, count])
     ids, positions, owner, after, starts, slots, ends = parts
     pages = runner.store.pages_of(slots, key.context)
-    kv = pages.view(positions, owner, starts.to(torch.int32), key.rows, key.context)
+    kv = pages.view(positions, owner, starts.to(torch.int32), max_rows=key.rows, max_context=key.context)
     if not key.wanted:
         runner.forward(ids, kv, OutputRows(positions[:0], kv), following=after)
         return

@@ -105,7 +105,7 @@ class Scheduler:
         if debt.overdrawn or debt.charged:
             debt = debt.repaid(self.prefill.with_decodes) if ready else PrefillDebt()
         if len(ready) < len(self.running):
-            debt = self._prompts(batch, ready, debt, absent)
+            debt = self._prompts(batch, ready, debt, absent=absent)
         if self.preemptions != preemptions:
             live = {id(seq) for seq in self.running}
             batch.prompts = [item for item in batch.prompts if id(item.seq) in live]
@@ -114,7 +114,7 @@ class Scheduler:
             if item.plan.stop or item.plan.drop:
                 batch.trust = self.draft_policy.trust(batch.decode)
                 break
-        return StepPlan(batch, cycle, debt, self._background_skips + 1 if absent else 0)
+        return StepPlan(batch, cycle, debt, background_skips=self._background_skips + 1 if absent else 0)
 
     def commit_plan(self, plan: StepPlan) -> None:
         """Book a plan that is about to run."""
@@ -176,7 +176,7 @@ class Scheduler:
         host_draft: abc.Sequence[int] | None = None
         if plan.drafter == "ngram" and seq.ngram is not None:
             host_draft = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
-        batch.decode.append(DecodeRow(seq, slot, size - 1, plan, host_draft))
+        batch.decode.append(DecodeRow(seq, slot, size - 1, plan=plan, host_draft=host_draft))
 
     def _prompts(
         self, batch: StepBatch, decoding: list[Sequence], debt: PrefillDebt, absent: frozenset[str]
@@ -202,7 +202,7 @@ class Scheduler:
                 continue
             if self._reserve(seq, start + count):
                 wanted = start + count == len(seq.tokens) - 1 and seq.drafts_from_hidden
-                batch.prompts.append(PromptChunk(seq, seq.active_cache.slot, start, count, wanted))
+                batch.prompts.append(PromptChunk(seq, seq.active_cache.slot, start, num_tokens=count, wanted=wanted))
                 budget -= count
                 if beside:
                     client = seq.request.client
@@ -243,7 +243,7 @@ class Scheduler:
                     seq.restoring = seq.restoring or self.cache.disk.restore(seq.prefix, limit, self.granularity)
                     if next(seq.restoring, DONE) is not DONE:
                         return  # the rest of its prefix is read from disk in the next steps
-            cache, hit = self.cache.open(seq.prefix, limit, self.granularity, seq.unbroken)
+            cache, hit = self.cache.open(seq.prefix, limit, self.granularity, unbroken=seq.unbroken)
             pool = self.cache.exhausted_pool(cache, len(seq.tokens))
             if pool is not None:
                 self.cache.close(cache)

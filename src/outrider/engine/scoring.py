@@ -62,7 +62,9 @@ class ScoringJob(ABC):
                     room = f"no room in the cache to score {len(tokens)} tokens now"
                     raise OutriderError(f"{room}: try again, or with a shorter text")
             began = engine.clock()
-            self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits, self.adapter), begin)
+            part = tokens[begin:end]
+            result = engine.runner.score(self._cache, part, begin, logits=self.logits, adapter=self.adapter)
+            self.take(result, begin)
             store.commit(self._cache, end)
             self._at = end
             engine.scheduler.charge_scored(self.client, engine.clock() - began)

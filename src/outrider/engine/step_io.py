@@ -80,7 +80,7 @@ def tree_of(outputs: DecodeOutputs, i: int) -> VerifiedTree | None:
     parents = outputs.parents[i, : outputs.num_drafted[i]].tolist()
     path = outputs.path[i, : outputs.num_tokens[i] - 1].tolist()
     steps = None if outputs.draft_steps is None else float(outputs.draft_steps[i])
-    return VerifiedTree.of(parents, path, steps, draft_of(outputs, i) or ())
+    return VerifiedTree.of(parents, path, steps, tokens=draft_of(outputs, i) or ())
 
 
 def logprobs_of(outputs: DecodeOutputs, i: int, tokens: list[int], top: int) -> list[dict[int, float]]:

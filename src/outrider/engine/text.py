@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import jinja2
 
@@ -79,7 +79,7 @@ class Tokenizer:
         try:
             ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except TypeError:
-            odd = "a text holds what is no Unicode: half of a surrogate pair, or a byte that was not UTF-8"
+            odd = "the text is not valid Unicode: it has a lone surrogate, or a byte that is not UTF-8"
             kind = f"a text is needed, got {type(text).__name__}"
             raise OutriderError(odd if isinstance(text, str) else kind) from None
         return ids
@@ -97,7 +97,7 @@ class Tokenizer:
         return known
 
     def token_text(self, index: int) -> str | None:
-        """The same as text; None if it is not whole characters."""
+        """The text a token adds; None if its bytes are not whole characters."""
         if index not in self._texts:
             try:
                 self._texts[index] = self.token_bytes(index).decode()
@@ -113,8 +113,9 @@ class Tokenizer:
             if all(c in self._alphabet for c in token):
                 return bytes(self._alphabet[c] for c in token)
             return bytes(token, "utf-8")
-        if self._byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
+        byte = BYTE_TOKEN.fullmatch(token) if self._byte_tokens else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
         return bytes(token.replace("▁", " "), "utf-8")
 
     def common_token_ids(self) -> set[int]:
@@ -141,13 +142,15 @@ class Tokenizer:
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json
     ) -> ChatPrompt:
         """A conversation encoded: special tokens come from the template, never from a message or a variable."""
-        render = lambda m, t, v: self.render(m, t, add_generation_prompt, **v)  # noqa: E731
-        return self._control.prompt(messages, tools, variables, render)
+
+        def render(messages: Messages, tools: Json, variables: Mapping[str, Json]) -> str:
+            return self.render(messages, tools, add_generation_prompt, **variables)
+
+        return self._control.prompt(messages, tools, variables, render=render)
 
     @cached_property
     def _control(self) -> SpecialTokenGuard:
-        encode = lambda text: self.ids(text, special=False)  # noqa: E731
-        return SpecialTokenGuard(self.backend, encode, self.files.chat_template or "")
+        return SpecialTokenGuard(self.backend, partial(self.ids, special=False), self.files.chat_template or "")
 
     def render(
         self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json

@@ -86,7 +86,7 @@ class BlockNet:
         self.head: DeviceWeight | None = weights.get("head")
         rope_of, self.inv_freqs = rope_variants(config.layers, self.norm.device)
         self.kv_specs = config.stored(target.config)
-        self.layers = [_layer(weights, i, config, self.kv_specs[i], rope) for i, rope in enumerate(rope_of)]
+        self.layers = [_layer(weights, i, config, stored=self.kv_specs[i], rope=rope) for i, rope in enumerate(rope_of)]
         self.weights = weights  # of the heads of DFlash 2 and DSpark, by name
         d2t = vector(weights, "d2t")
         drafted = torch.arange(config.draft_vocab, device=self.norm.device)
@@ -141,7 +141,7 @@ class BlockNet:
             x, _ = self.feature_input(self.layers[0], following, x)
         for layer in self.layers:
             kv_rows = self.ops.linear(x, layer.kv, layer.kv_bias)
-            self.ops.write_context(kv_rows, angles[layer.rope], layer.attn, kv)
+            self.ops.write_context(kv_rows, angles[layer.rope], layer.attn, kv=kv)
 
     # ---- layers ---------------------------------------------------------------------------------------------------
     def rows(self, layer: DraftLayer, like: Tensor, end: Tensor, count: int) -> BlockRows:
@@ -156,7 +156,7 @@ class BlockNet:
         """x [B·S, H'], the rows from `first` on of B blocks -> [B·S, heads·D]."""
         q = self.ops.linear(x, layer.q, layer.q_bias)
         kv_rows = self.ops.linear(x, layer.kv, layer.kv_bias)
-        return self.ops.attend_block(q, kv_rows, angles[layer.rope], layer.attn, kv, block, first)
+        return self.ops.attend_block(q, kv_rows, angles[layer.rope], attn=layer.attn, kv=kv, block=block, first=first)
 
     def prepare(self, conv: Conv | None, h: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
         """The sublayer's input, from h [B·S, H], and the convolution kernel for its output."""
@@ -172,12 +172,12 @@ class BlockNet:
         """Residual stream x [B·S, H] and attention [B·S, heads·D] -> the stream, and the next layer's input."""
         ops = self.ops
         eps = self.config.norm_eps
-        y = after(layer.attn_conv, kernel, ops.linear(attended, layer.out, layer.out_bias), slots)
-        x, h = ops.residual_norm(x, y, layer.post_attn_norm, None, layer.mlp_norm, eps)
+        y = after(layer.attn_conv, kernel, ops.linear(attended, layer.out, layer.out_bias), slots=slots)
+        x, h = ops.residual_norm(x, y, layer.post_attn_norm, scale=None, next_w=layer.mlp_norm, eps=eps)
         h, kernel = self.prepare(layer.mlp_conv, h, slots)
         y = ops.linear(ops.gated_linear(h, layer.gate_up, self.config.activation), layer.down)
-        y = after(layer.mlp_conv, kernel, y, slots)
-        return ops.residual_norm(x, y, layer.post_mlp_norm, layer.scalar, next_norm, eps)
+        y = after(layer.mlp_conv, kernel, y, slots=slots)
+        return ops.residual_norm(x, y, layer.post_mlp_norm, scale=layer.scalar, next_w=next_norm, eps=eps)
 
     def backbone(self, ids: Tensor, kv: KVView, end: Tensor) -> Tensor:
         """Blocks of token ids [B, S] that begin at position `end` [B] -> the head's input [B, S, H]."""
@@ -190,8 +190,8 @@ class BlockNet:
         h = self.ops.rms_norm(x, norms[0], self.config.norm_eps)
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             h, kernel = self.prepare(layer.attn_conv, h, slots)
-            attended = self.attend(layer, h, angles, kv, self.rows(layer, h, end, slots), 0)
-            x, h = self.rest(layer, x, attended, next_norm, slots, kernel)
+            attended = self.attend(layer, h, angles, kv=kv, block=self.rows(layer, h, end, count=slots), first=0)
+            x, h = self.rest(layer, x, attended, next_norm=next_norm, slots=slots, kernel=kernel)
         return h.view(size, slots, -1)
 
     def feature_step(
@@ -200,8 +200,8 @@ class BlockNet:
         """EAGLE-3: ids [B], features [B, H] of position `own.end` + step -> the head's input, the next feature."""
         (layer,) = self.layers
         joined, x = self.feature_input(layer, ids, feature)
-        attended = self.attend(layer, joined, self.angles(own.end + step), kv, own, step)
-        x, h = self.rest(layer, x, attended, self.norm, 1, None)
+        attended = self.attend(layer, joined, self.angles(own.end + step), kv=kv, block=own, first=step)
+        x, h = self.rest(layer, x, attended, next_norm=self.norm, slots=1, kernel=None)
         return h, h if self.config.norm_output else x
 
     # ---- heads ----------------------------------------------------------------------------------------------------
@@ -262,7 +262,9 @@ def _layer(weights: Mapping[str, DeviceWeight], i: int, config: BlockConfig, sto
 
     causal = config.causal[i]
     window = config.layers[i].attn.window
-    attn = BlockAttn(stored, window, causal, vector(layer_weights, "q_norm"), vector(layer_weights, "k_norm"))
+    attn = BlockAttn(
+        stored, window, causal, q_norm=vector(layer_weights, "q_norm"), k_norm=vector(layer_weights, "k_norm")
+    )
     modules = {"attn": attn, "rope": rope, "attn_conv": conv("attn_conv"), "mlp_conv": conv("mlp_conv")}
     plain = {field.name: layer_weights.get(field.name) for field in fields(DraftLayer) if field.name not in modules}
     return DraftLayer(**modules, **plain)  # type: ignore[arg-type]  # as it is planned

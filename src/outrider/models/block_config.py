@@ -128,7 +128,7 @@ class BlockConfig:
             out_bias=bias,
             needs_own=layout == "deepseek",
             softcap=None if eagle and not gemma else max(0.0, float(cap or 0.0)) or None,
-            **(_eagle3(raw, body, layers) if eagle else _block(kind, layout, sliding, raw, extra)),
+            **(_eagle3(raw, body, layers) if eagle else _block(kind, layout, sliding, raw=raw, extra=extra)),
         )
         if config.taps is None and not eagle:
             key = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
@@ -303,7 +303,7 @@ def _block(kind: Kind, layout: Layout, sliding: tuple[bool, ...], raw: Foreign, 
     elif _arch(raw) == "Gemma4DSparkModel":
         scale = float(raw["hidden_size"]) ** 0.5
     return {
-        "causal": _causal(kind, layout, sliding, raw, extra),
+        "causal": _causal(kind, layout, sliding, raw=raw, extra=extra),
         "block": int(extra.get("block_size", 8 if layout == "speculators" else 16)),
         "mask_id": _mask(extra),
         "from_anchor": bool(extra.get("sample_from_anchor", kind == "dspark")),

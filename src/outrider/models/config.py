@@ -314,7 +314,16 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
         raise misread(f"rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
     factor, low, high = (float(params[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = int(params["original_max_position_embeddings"])
-    return RopeSpec(rope.theta, head_dim, rope.rotated, "llama3", factor, low, high, original)
+    return RopeSpec(
+        rope.theta,
+        head_dim,
+        rope.rotated,
+        scaling="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=original,
+    )
 
 
 def _every(period: int, count: int) -> list[str]:
@@ -338,7 +347,7 @@ def _alike_layers(raw: Foreign, kinds: Sequence[str], window: int | None) -> tup
     for i in range(count):
         kind = "sliding_attention" if kinds[i] == "sliding_attention" else "full_attention"
         near = window if kind == "sliding_attention" else None
-        attn = AttnSpec(heads, kv_heads, head_dim, i, True, near, scale, eps=eps)
+        attn = AttnSpec(heads, kv_heads, head_dim, kv_layer=i, writes=True, window=near, scale=scale, eps=eps)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or ropes, theta, head_dim), inter))
     return tuple(layers)
 
@@ -393,7 +402,7 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
     if len(kinds) != count or any(k not in ("sliding_attention", "full_attention") for k in kinds):
         raise misread(f"layer_types must name {count} layers as sliding_attention or full_attention")
     kinds[-1] = "full_attention"  # as transformers insists
-    shapes = _gemma4_shapes(raw, kinds, heads, k_eq_v)
+    shapes = _gemma4_shapes(raw, kinds, heads, k_eq_v=k_eq_v)
     ropes = raw.get("rope_parameters") or {}
     eps = float(raw.get("rms_norm_eps", 1e-6))
     window = int(raw.get("sliding_window", 512))
@@ -410,7 +419,18 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
             raise misread(f"layer {i} shares K/V but no {kind} layer before it owns any")
         near = None if full else window
         writer = owner.get(kind, -1)
-        attn = AttnSpec(heads, kv_heads, head_dim, writer, writes, near, 1.0, k_eq_v and full, norm_v=True, eps=eps)
+        attn = AttnSpec(
+            heads,
+            kv_heads,
+            head_dim,
+            kv_layer=writer,
+            writes=writes,
+            window=near,
+            scale=1.0,
+            k_eq_v=k_eq_v and full,
+            norm_v=True,
+            eps=eps,
+        )
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
     return tuple(layers)
@@ -427,7 +447,7 @@ def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
         heads, kv, dim, inter = (_field(one, key, int) for key in ("heads", "kv_heads", "head_dim", "intermediate"))
         scale = float(_field(one, "scale", float))
         window = int(one.get("window") or 0) or None
-        attn = AttnSpec(heads, kv, dim, -1, False, window, scale, eps=eps)
+        attn = AttnSpec(heads, kv, dim, kv_layer=-1, writes=False, window=window, scale=scale, eps=eps)
         layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), inter))
     return tuple(layers)
 

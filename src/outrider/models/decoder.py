@@ -153,8 +153,8 @@ class TextModel:
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows `wanted`."""
         if wanted is None or not self.keeps_all_rows:
-            return self._run(self.embed(ids), ids, kv, taps, wanted, None)
-        out = self._run(self.embed(ids), ids, kv, taps, None, None)
+            return self._run(self.embed(ids), ids, kv, taps=taps, wanted=wanted, end=None)
+        out = self._run(self.embed(ids), ids, kv, taps=taps, wanted=None, end=None)
         return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))
 
     def with_ops(self, ops: Backend) -> TextModel:
@@ -171,7 +171,7 @@ class TextModel:
         """Like `forward`, for soft tokens [R, H] of one image, with per-layer embeddings of `pad_id`. end: on sliding
         layers, and all of Gemma 3's, rows see all keys before it; None: causal."""
         ids = torch.full((soft.shape[0],), pad_id, dtype=torch.int64, device=soft.device)
-        return self._run(soft, ids, kv, taps, wanted, end)
+        return self._run(soft, ids, kv, taps=taps, wanted=wanted, end=end)
 
     def _run(
         self,
@@ -190,7 +190,9 @@ class TextModel:
         streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(normed, block.qkv, block.qkv_bias)
-            q = ops.rope_write(qkv, angles[block.rope], (block.q_norm, block.k_norm), block.spec, kv)  # [R, heads·D]
+            q = ops.rope_write(
+                qkv, angles[block.rope], (block.q_norm, block.k_norm), spec=block.spec, kv=kv
+            )  # [R, heads·D]
             if wanted is not None and i == self.last_write:  # the outputs of the other rows are not read
                 rows = wanted.rows
                 kv = wanted.kv
@@ -202,8 +204,8 @@ class TextModel:
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
             causal = end is None or (block.spec.window is None and self.config.family != "gemma3")
-            attended = ops.attend(q, block.spec, kv) if causal else ops.attend_span(q, block.spec, kv, end or 0)
-            residual, normed = self.after_attention(i, residual, attended, ple)
+            attended = ops.attend(q, block.spec, kv) if causal else ops.attend_span(q, block.spec, kv, end=end or 0)
+            residual, normed = self.after_attention(i, residual, attended, ple=ple)
             if i in taps:
                 streams[i] = residual
         return Pass(normed, tuple(streams[i] for i in taps))
@@ -216,21 +218,31 @@ class TextModel:
         eps = self.config.norm_eps
         projected = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
         if self.experts is None:
-            residual, normed = ops.residual_norm(residual, projected, block.post_attn_norm, None, block.mlp_norm, eps)
-            residual, normed = ops.residual_norm(residual, self.mlp(normed, block), *self.mlp_norms(block), eps)
+            residual, normed = ops.residual_norm(
+                residual, projected, block.post_attn_norm, scale=None, next_w=block.mlp_norm, eps=eps
+            )
+            norms = self.mlp_norms(block)
+            residual, normed = ops.residual_norm(
+                residual, self.mlp(normed, block), norms.post_norm, scale=norms.scalar, next_w=norms.next_norm, eps=eps
+            )
         else:  # experts as well as the dense MLP; they and their router have their own norms
             experts = self.experts[i]
-            norms = (block.mlp_norm, experts.router_norm, experts.norm)
             residual, normed, router_in, expert_in = ops.residual_norms(
-                residual, projected, block.post_attn_norm, norms, eps
+                residual,
+                projected,
+                block.post_attn_norm,
+                w=(block.mlp_norm, experts.router_norm, experts.norm),
+                eps=eps,
             )
-            residual, normed = self.mlp_and_experts(experts, block, normed, router_in, expert_in, residual)
+            residual, normed = self.mlp_and_experts(
+                experts, block, normed, router_in=router_in, expert_in=expert_in, x=residual
+            )
         if ple is not None:
             assert block.ple_gate is not None and block.ple_out is not None
-            gated = ops.linear_act_mul(residual, block.ple_gate, ple[i], self.config.activation)
+            gated = ops.linear_act_mul(residual, block.ple_gate, ple[i], act=self.config.activation)
             added = ops.linear(gated, block.ple_out)
             residual, normed = ops.residual_norm(
-                residual, added, block.ple_post_norm, block.scalar, block.next_norm, eps
+                residual, added, block.ple_post_norm, scale=block.scalar, next_w=block.next_norm, eps=eps
             )
         return residual, normed
 
@@ -255,13 +267,13 @@ class TextModel:
         ops = self.ops
         layer = experts.layer
         if self.together.tp.world == 1:
-            return ops.moe_with_shared_mlp(router_in, expert_in, h, x, layer)
+            return ops.moe_with_shared_mlp(router_in, expert_in, h, stream=x, layer=layer)
         # Each process has a piece of every expert: the sum comes before the norm.
         end = layer.end
         routed = self.all_reduce(ops.moe(router_in, expert_in, layer.experts))
         dense = ops.rms_norm(self.mlp(h, block), end.dense_norm, end.eps)
-        y = ops.residual_norm(dense, routed, end.routed_norm, None, None, end.eps)[0]
-        return ops.residual_norm(x, y, end.post_norm, end.scale, end.next_norm, end.eps)
+        y = ops.residual_norm(dense, routed, end.routed_norm, scale=None, next_w=None, eps=end.eps)[0]
+        return ops.residual_norm(x, y, end.post_norm, scale=end.scale, next_w=end.next_norm, eps=end.eps)
 
     def gather_experts(self, weights: Mapping[str, DeviceWeight], i: int) -> Experts:
         config = self.config
@@ -273,8 +285,16 @@ class TextModel:
             as_tensor(weights[here + name])
             for name in ("expert_scale", "router_scale", "mlp_norm_2", "post_mlp_norm_2", "post_mlp_norm_1")
         )
-        experts = ExpertWeights(router, scale, gate_up, down, config.moe.top_k, config.activation)
-        end = MoeResidual(post_dense, post, *self.mlp_norms(block), config.norm_eps)
+        experts = ExpertWeights(router, scale, gate_up, down=down, top_k=config.moe.top_k, act=config.activation)
+        norms = self.mlp_norms(block)
+        end = MoeResidual(
+            dense_norm=post_dense,
+            routed_norm=post,
+            post_norm=norms.post_norm,
+            scale=norms.scalar,
+            next_norm=norms.next_norm,
+            eps=config.norm_eps,
+        )
         layer = MoeLayer(experts, (block.gate_up, block.down), end)
         return Experts(layer, router_scale * config.hidden**-0.5, norm)
 
@@ -299,7 +319,9 @@ class TextModel:
             by_token = self.rows(ids, source.table, 1.0)
             ids = torch.arange(ids.shape[0], device=ids.device)
             source = replace(source, table=by_token)
-        return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
+        return ops.per_layer_inputs(
+            ids, source.table, projected, scale=config.hidden**-0.5, w=source.norm, eps=config.norm_eps
+        )
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos, sin [R, D/2] of every rope variant."""

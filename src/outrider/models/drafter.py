@@ -78,12 +78,12 @@ class MTPNet:
         for block in self.blocks:
             norms = (block.q_norm, None)
             angles = state.angles[block.rope]
-            q = ops.rope_write(ops.linear(h, block.qkv), angles, norms, block.spec, kv)
+            q = ops.rope_write(ops.linear(h, block.qkv), angles, norms, spec=block.spec, kv=kv)
             attended = ops.attend(q, block.spec, kv)
             y = self.target.all_reduce(ops.linear(attended, block.out))
-            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, scale=None, next_w=block.mlp_norm, eps=eps)
             y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
-            x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+            x, h = ops.residual_norm(x, y, block.post_mlp_norm, scale=block.scalar, next_w=block.next_norm, eps=eps)
         nxt = h if self.post is None else ops.linear(h, self.post)
         return (nxt if self.config.tied_to_target else h), nxt
 
@@ -94,7 +94,9 @@ class MTPNet:
             tied = self.config.tied_to_target
             return None, self.target.scores(g, None) if tied else self.ops.logits(g, self.head, None)
         # [B, top], [B, top, S]
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, cluster_bonus)
+        best, z = self.ops.clustered_logits(
+            g, self.centroids, self.head, top=self.config.cluster_top, cluster_bonus=cluster_bonus
+        )
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def draft(

@@ -104,7 +104,7 @@ def pixels(image: Image.Image, tokens: int, side: int) -> np.ndarray:
     """uint8 [h, w, 3], as the vision model reads it. tokens 0: `side` x `side` pixels, whatever its aspect ratio."""
     image = upright_rgb(image)
     filter = Image.Resampling.BICUBIC if tokens else Image.Resampling.BILINEAR
-    height, width = target_size(image.height, image.width, tokens, side) if tokens else (side, side)
+    height, width = target_size(image.height, image.width, tokens, side=side) if tokens else (side, side)
     if (width, height) != image.size:
         image = image.resize((width, height), filter)
     return np.asarray(image)

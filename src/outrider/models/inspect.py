@@ -93,7 +93,7 @@ def intensity(config: ModelConfig, rows: int, context: int, weight_bytes: float,
     """Floating-point operations per byte moved: weights read once, K/V read and written."""
     size = model_size(config)
     moved = size.streamed(rows) * weight_bytes + kv_bytes(config, context, read=True) + rows * kv_bytes(config, 1)
-    return flops(size, rows, context, rows if head_rows is None else head_rows) / moved
+    return flops(size, rows, context, head_rows=rows if head_rows is None else head_rows) / moved
 
 
 @lru_cache(maxsize=8)
@@ -111,7 +111,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     experts = config.moe.experts if config.moe is not None else 1
     sizes = tuple(LayerSize(size["matrices"], size["small"], size["expert"] // experts) for size in layers)
     outside = whole.total() - whole["embed"] - whole["head"] - whole["ple_embed"]
-    return ModelSize(config, sizes, whole["embed"], whole["ple_embed"], outside)
+    return ModelSize(config, sizes, whole["embed"], ple_table=whole["ple_embed"], outside=outside)
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,11 @@ def report(
         "kv_bytes_full_context": kv_bytes(config, config.max_context, kv_item),
         "context": context,
         "intensity": {
-            "prefill": round(intensity(config, context, 0, weight_bytes, head_rows=1), 3),
-            **{f"decode_{rows}": round(intensity(config, rows, context, weight_bytes), 3) for rows in DECODE_ROWS},
+            "prefill": round(intensity(config, context, 0, weight_bytes=weight_bytes, head_rows=1), 3),
+            **{
+                f"decode_{rows}": round(intensity(config, rows, context, weight_bytes=weight_bytes), 3)
+                for rows in DECODE_ROWS
+            },
         },
         "layers": [layer_row(config, i, size.layers[i]) for i in range(len(config.layers))],
         "drafter": None,

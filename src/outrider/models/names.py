@@ -135,10 +135,10 @@ class PlanBuilder(dict[str, TensorPlan]):
 
     def add(self, name: str, shape: tuple[int, ...], source: str, role: Role = "matrix") -> None:
         plus_one = self.plus_one and role == "norm"
-        self[self.at + name] = TensorPlan(shape, (self.inside + source,), role, plus_one)
+        self[self.at + name] = TensorPlan(shape, (self.inside + source,), role, plus_one=plus_one)
 
     def norm(self, name: str, source: str, size: int | None = None) -> None:
-        self.add(name, (size or self.hidden,), source + ".weight", "norm")
+        self.add(name, (size or self.hidden,), source + ".weight", role="norm")
 
     def stack(
         self, name: str, rows: tuple[int, ...], modules: tuple[str, ...], columns: int, bias: bool = False
@@ -155,12 +155,14 @@ class PlanBuilder(dict[str, TensorPlan]):
         which = "q" if not attn.writes else ("qk" if attn.k_eq_v else "qkv")
         for name, members in {"q": which[:1], "kv": which[1:]}.items() if apart else (("qkv", which),):
             rows = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in members)
-            self.stack(name, rows, tuple(f"self_attn.{w}_proj" for w in members), width or self.hidden, qkv_bias)
-        self.stack("out", (self.hidden,), ("self_attn.o_proj",), attn.heads * attn.head_dim, out_bias)
+            self.stack(
+                name, rows, tuple(f"self_attn.{w}_proj" for w in members), columns=width or self.hidden, bias=qkv_bias
+            )
+        self.stack("out", (self.hidden,), ("self_attn.o_proj",), columns=attn.heads * attn.head_dim, bias=out_bias)
 
     def mlp(self, inter: int, bias: bool) -> None:
-        self.stack("gate_up", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"), self.hidden, bias)
-        self.stack("down", (self.hidden,), ("mlp.down_proj",), inter, bias)
+        self.stack("gate_up", (inter, inter), ("mlp.gate_proj", "mlp.up_proj"), columns=self.hidden, bias=bias)
+        self.stack("down", (self.hidden,), ("mlp.down_proj",), columns=inter, bias=bias)
 
     def norms(self, attn: AttnSpec, sandwich: bool, qk_norm: bool) -> None:
         self.norm("attn_norm", "input_layernorm")
@@ -177,8 +179,8 @@ class PlanBuilder(dict[str, TensorPlan]):
 
     def experts(self, moe: MoESpec) -> None:
         self.add("router", (moe.experts, self.hidden), "router.proj.weight")
-        self.add("router_scale", (self.hidden,), "router.scale", "vector")
-        self.add("expert_scale", (moe.experts,), "router.per_expert_scale", "vector")
+        self.add("router_scale", (self.hidden,), "router.scale", role="vector")
+        self.add("expert_scale", (moe.experts,), "router.per_expert_scale", role="vector")
         self.add("experts_gate_up", (moe.experts, 2 * moe.intermediate, self.hidden), "experts.gate_up_proj")
         self.add("experts_down", (moe.experts, self.hidden, moe.intermediate), "experts.down_proj")
         self.norm("post_mlp_norm_1", "post_feedforward_layernorm_1")
@@ -191,13 +193,13 @@ def _target(config: ModelConfig) -> dict[str, TensorPlan]:
     vocab = config.vocab_size
     ple = config.ple_dim
     plan = PlanBuilder(hidden, plus_one=config.family == "gemma3")
-    plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
+    plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", role="embedding")
     if not config.tied:
         plan.add("head", (vocab, hidden), "lm_head.weight")
     plan.norm("norm", "model.norm")
     if ple:
         wide = len(config.layers) * ple
-        plan.add("ple_embed", (vocab, wide), "model.embed_tokens_per_layer.weight", "embedding")
+        plan.add("ple_embed", (vocab, wide), "model.embed_tokens_per_layer.weight", role="embedding")
         plan.add("ple_proj", (wide, hidden), "model.per_layer_model_projection.weight")
         plan.norm("ple_norm", "model.per_layer_projection_norm", ple)
     for i, layer in enumerate(config.layers):
@@ -208,7 +210,7 @@ def _target(config: ModelConfig) -> dict[str, TensorPlan]:
         if config.moe is not None:
             plan.experts(config.moe)
         if config.layer_scalar:
-            plan.add("scalar", (1,), "layer_scalar", "vector")
+            plan.add("scalar", (1,), "layer_scalar", role="vector")
         if ple:
             plan.add("ple_gate", (ple, hidden), "per_layer_input_gate.weight")
             plan.add("ple_out", (hidden, ple), "per_layer_projection.weight")
@@ -223,21 +225,21 @@ def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
     vocab = config.vocab_size
     plan = PlanBuilder(hidden)
     if not config.tied_to_target:
-        plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", "embedding")
+        plan.add("embed", (vocab, hidden), "model.embed_tokens.weight", role="embedding")
     plan.add("pre", (hidden, (2 + len(config.taps)) * wide), "pre_projection.weight")
     if config.has_post:
         plan.add("post", (wide, hidden), "post_projection.weight")
     plan.norm("norm", "model.norm")
     if config.clusters:
         plan.add("centroids", (config.clusters, config.head_hidden), "masked_embedding.centroids.weight")
-        plan.add("token_ordering", (vocab,), "masked_embedding.token_ordering", "index")
+        plan.add("token_ordering", (vocab,), "masked_embedding.token_ordering", role="index")
     for i, layer in enumerate(config.layers):
         plan.layer(i)
         plan.attention(layer.attn, qkv_bias=False, out_bias=False)
         plan.mlp(layer.intermediate, bias=False)
         plan.norms(layer.attn, sandwich=config.gemma, qk_norm=config.gemma)
         if config.gemma:
-            plan.add("scalar", (1,), "layer_scalar", "vector")
+            plan.add("scalar", (1,), "layer_scalar", role="vector")
     return plan
 
 
@@ -250,11 +252,11 @@ def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan
     eagle = config.kind == "eagle3"
     other_width = hidden != config.target_hidden
     if config.needs_own or other_width or "embed_tokens.weight" in stored:
-        plan.add("embed", (vocab, hidden), "embed_tokens.weight", "embedding")
+        plan.add("embed", (vocab, hidden), "embed_tokens.weight", role="embedding")
     if config.needs_own or other_width or drafted < vocab or any(name.startswith("lm_head.weight") for name in stored):
         plan.add("head", (drafted, hidden), "lm_head.weight")
     if drafted < vocab or "d2t" in stored:
-        plan.add("d2t", (drafted,), "d2t", "index")
+        plan.add("d2t", (drafted,), "d2t", role="index")
     plan.add("fc", (hidden, taps * config.target_hidden), "fc.weight")
     plan.norm("hidden_norm", "layers.0.hidden_norm" if eagle else "hidden_norm")
     plan.norm("norm", "norm")
@@ -264,31 +266,31 @@ def _block(config: BlockConfig, stored: Collection[str]) -> dict[str, TensorPlan
         plan.norm(f"fc_norm.{i}", f"fc_norm.{i}", config.target_hidden)
     for i, layer in enumerate(config.layers):
         plan.layer(i, root="")
-        plan.attention(layer.attn, config.qkv_bias, config.out_bias, 2 * hidden if eagle else hidden, apart=True)
+        plan.attention(layer.attn, config.qkv_bias, config.out_bias, width=2 * hidden if eagle else hidden, apart=True)
         if config.gemma:
-            plan.add("scalar", (1,), "layer_scalar", "vector")
+            plan.add("scalar", (1,), "layer_scalar", role="vector")
         plan.norms(layer.attn, sandwich=config.gemma, qk_norm=config.qk_norm)
         plan.mlp(layer.intermediate, bias=False)
         for name, source in (("attn_conv", "attention_conv"), ("mlp_conv", "mlp_conv")) if config.conv_taps else ():
             per_group = 2 * config.conv_taps * (hidden // config.conv_group)
-            plan.add(name, (2, config.conv_taps, hidden), f"{source}.base_kernel", "vector")
+            plan.add(name, (2, config.conv_taps, hidden), f"{source}.base_kernel", role="vector")
             plan.add(f"{name}_projection", (per_group, hidden), f"{source}.kernel_projection.weight")
     plan.at = plan.inside = ""
     if config.kind == "dflash2":
         rank = config.selector_rank
-        plan.add("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", "embedding")
-        plan.add("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", "embedding")
+        plan.add("predecessor", (vocab, rank), "candidate_selector.predecessor_codebook.weight", role="embedding")
+        plan.add("successor", (drafted, rank), "candidate_selector.successor_codebook.weight", role="embedding")
         plan.add("selector", (rank, hidden), "candidate_selector.hidden_projection.weight")
     if config.markov_rank:
         rank = config.markov_rank
-        plan.add("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", "embedding")
+        plan.add("markov_w1", (vocab, rank), "markov_head.markov_w1.weight", role="embedding")
         plan.add("markov_w2", (drafted, rank), "markov_head.markov_w2.weight")
         wide = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
         if config.markov in wide:
             source, rows, columns = wide[config.markov]
-            plan.stack("markov_joint", (rows,), (f"markov_head.{source}",), columns, bias=True)
+            plan.stack("markov_joint", (rows,), (f"markov_head.{source}",), columns=columns, bias=True)
     if config.confidence:
         wide_input = hidden + (config.markov_rank if config.confidence_reads_markov else 0)
-        plan.add("confidence", (1, wide_input), "confidence_head.proj.weight", "vector")
-        plan.add("confidence_bias", (1,), "confidence_head.proj.bias", "vector")
+        plan.add("confidence", (1, wide_input), "confidence_head.proj.weight", role="vector")
+        plan.add("confidence_bias", (1,), "confidence_head.proj.bias", role="vector")
     return plan

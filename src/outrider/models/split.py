@@ -88,13 +88,13 @@ def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int
     moe = config.moe
     for i, layer in enumerate(config.layers):
         here = f"layers.{i}."
-        layer_shard = _attention(cuts, here, layer, tp, f"layer {i}")
-        inner = _inner(layer.intermediate, tp, alignment(here + "down"), f"the MLP of layer {i}")
+        layer_shard = _attention(cuts, here, layer, tp=tp, what=f"layer {i}")
+        inner = _inner(layer.intermediate, tp, alignment(here + "down"), what=f"the MLP of layer {i}")
         cuts[here + "gate_up"] = cuts[here + "gate_up_bias"] = (Shard((inner,)), Shard((inner,)))
         cuts[here + "down"] = (Shard((inner,), columns=True),)
         if config.moe is not None:
             wide = config.moe.intermediate
-            lo, hi = _inner(wide, tp, alignment(here + "experts_down"), f"the experts of layer {i}")
+            lo, hi = _inner(wide, tp, alignment(here + "experts_down"), what=f"the experts of layer {i}")
             cuts[here + "experts_gate_up"] = (Shard(((lo, hi), (wide + lo, wide + hi))),)
             cuts[here + "experts_down"] = (Shard(((lo, hi),), columns=True),)
             moe = replace(config.moe, intermediate=hi - lo)
@@ -106,7 +106,7 @@ def split_drafter(config: DrafterConfig, tp: TPRank) -> tuple[DrafterConfig, Sha
     """An MTP drafter attends to the target's K/V, so its heads stay with theirs; everything else is kept whole."""
     cuts: Shards = {}
     each = enumerate(config.layers)
-    layers = tuple(_attention(cuts, f"layers.{i}.", layer, tp, f"the drafter's layer {i}") for i, layer in each)
+    layers = tuple(_attention(cuts, f"layers.{i}.", layer, tp=tp, what=f"the drafter's layer {i}") for i, layer in each)
     return replace(config, layers=layers), cuts
 
 
@@ -129,4 +129,4 @@ def _inner(size: int, tp: TPRank, alignment: int, what: str) -> Span:
     if -(-size // alignment) < tp.world:
         pieces = f"{size} wide and may be cut at multiples of {alignment} only"
         raise OutriderError(f"{what} is {pieces}: too few pieces for --tensor-parallel {tp.world}")
-    return piece(size, tp.rank, tp.world, alignment)
+    return piece(size, tp.rank, tp.world, alignment=alignment)

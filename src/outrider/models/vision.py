@@ -133,7 +133,7 @@ class VisionModel:
         normed = self.ops.rms_norm(h, self.layers[0].norms[0], config.eps)
         for i, layer in enumerate(self.layers):
             following = self.layers[i + 1].norms[0] if i + 1 < len(self.layers) else None
-            h, normed = self._layer(layer, h, normed, (cos, sin), following)
+            h, normed = self._layer(layer, h, normed, angles=(cos, sin), following=following)
         rows = x.shape[0] // config.side
         columns = x.shape[1] // config.side
         blocks = h.float().view(rows, config.pool, columns, config.pool, config.hidden)
@@ -198,16 +198,18 @@ class VisionModel:
         ops = self.ops
         _, post, before, after = layer.norms
         heads = (config.heads, config.kv_heads)
-        q, k, v = ops.rotate_heads(_all(layer.qkv, h, ops), angles, (layer.q_norm, layer.k_norm), heads, config.eps)
+        q, k, v = ops.rotate_heads(
+            _all(layer.qkv, h, ops), angles, (layer.q_norm, layer.k_norm), heads=heads, eps=config.eps
+        )
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         if config.heads > config.kv_heads:
             k, v = (t.repeat_interleave(config.heads // config.kv_heads, 1) for t in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, scale=1.0)[0]
         attended = layer.out(mixed.transpose(0, 1).reshape(x.shape[0], -1), ops)
-        x, h = ops.residual_norm(x, attended, post, None, before, config.eps)
+        x, h = ops.residual_norm(x, attended, post, scale=None, next_w=before, eps=config.eps)
         gate, up = _all(layer.gate_up, h, ops).chunk(2, -1)
         y = layer.down(ops.act_mul(gate, up, "gelu_tanh"), ops)
-        return ops.residual_norm(x, y, after, None, following, config.eps)
+        return ops.residual_norm(x, y, after, scale=None, next_w=following, eps=config.eps)
 
     def _gather(self, here: str) -> TowerLayer:
         config = self.config
@@ -224,10 +226,15 @@ class VisionModel:
             matrix = f"{here}self_attn.{name}_proj.linear.weight"
             self.weights[matrix] = self.weights[matrix].view(heads, config.head_dim, -1)[:, pairs].flatten(0, 1)
         norms = [take(f"{n}_layernorm") for n in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
-        attention = stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), stack("self_attn.o_proj")[0]
-        mlp = stack("mlp.gate_proj", "mlp.up_proj"), stack("mlp.down_proj")[0]
-        head_norms = take("self_attn.q_norm")[pairs], take("self_attn.k_norm")[pairs]
-        return TowerLayer(*attention, *mlp, (norms[0], norms[1], norms[2], norms[3]), *head_norms)
+        return TowerLayer(
+            qkv=stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            out=stack("self_attn.o_proj")[0],
+            gate_up=stack("mlp.gate_proj", "mlp.up_proj"),
+            down=stack("mlp.down_proj")[0],
+            norms=(norms[0], norms[1], norms[2], norms[3]),
+            q_norm=take("self_attn.q_norm")[pairs],
+            k_norm=take("self_attn.k_norm")[pairs],
+        )
 
     def _stack(self, names: Sequence[str]) -> tuple[StackedLinear, ...]:
         matrices = [self.weights.pop(f"{name}.linear.weight") for name in names]

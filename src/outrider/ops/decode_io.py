@@ -55,7 +55,7 @@ class DecodeInputs:
 
 @dataclass
 class DecodeOutputs:
-    """The results of each sequence. Valid until the step after the next one begins."""
+    """The results of a decode step, with one row per sequence. Valid until the step after the next one begins."""
 
     tokens: ndarray  # int64 [B, K + 1] emitted: the accepted draft tokens, then the target's next one
     num_tokens: ndarray  # int64 [B]

@@ -197,7 +197,7 @@ class BroadcastExecutor:
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         with self.leader.together():
             self.leader.send("probe", self.index, part, batch, k, context)
-            self.inner.probe(part, batch, k, context)
+            self.inner.probe(part, batch, k, context=context)
 
     def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         with self.leader.together():
@@ -259,12 +259,12 @@ class Follower:
         self.engine.executors[executor].prepare(served)
 
     def probe(self, executor: int, part: CostPart, batch: int, k: int, context: int) -> None:
-        self.engine.executors[executor].probe(part, batch, k, context)
+        self.engine.executors[executor].probe(part, batch, k, context=context)
 
     def score(self, slot: int, pages: Pages, tokens: list[int], begin: int, logits: bool) -> None:
         self.engine.runner.close_scratch()
         self.engine.store.place(slot, True, pages)
-        self.engine.runner.score(SeqCache(slot), tokens, begin, logits)
+        self.engine.runner.score(SeqCache(slot), tokens, begin, logits=logits)
 
     def plan(self, executor: int, step: StepMessage | None) -> None:
         self._receive(step)
@@ -290,7 +290,7 @@ class Follower:
         for request in step.joined:
             seq = Sequence(request, 0.0, [])
             matcher = RemoteMatcher(self.group) if request.params.grammar is not None else None
-            seq.answer = OutputProcessor(request.params, (), None, matcher)
+            seq.answer = OutputProcessor(request.params, (), None, matcher=matcher)
             if self.engine.drafter is not None:
                 seq.draft_track = self.engine.drafter.new_track(request.id)
             self._seqs[request.id] = seq

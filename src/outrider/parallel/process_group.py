@@ -199,11 +199,11 @@ def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> Pr
         remedy = f"--tensor-parallel asks for {world}: give both the same number"
         require(there == world, f"{there} processes were started and {remedy}")
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
-        watch = Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), [])
+        watch = Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), children=[])
         return ProcessGroup(store, place, watch)
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
-    children = [_start(command, rank, world, store.port, place.type) for rank in range(1, world)]
-    return ProcessGroup(store, place, Watch(TPRank(0, world), "127.0.0.1", store.port, children))
+    children = [_start(command, rank, world, port=store.port, kind=place.type) for rank in range(1, world)]
+    return ProcessGroup(store, place, Watch(TPRank(0, world), "127.0.0.1", store.port, children=children))
 
 
 def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) -> subprocess.Popen[bytes]:

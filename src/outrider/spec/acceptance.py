@@ -75,7 +75,7 @@ def measure(answers: Iterable[Runs], weights: str) -> AcceptanceProfile:
         before = accepted[-1] if accepted else FIRST_ACCEPTANCE
         accepted.append(round((g + NEIGHBOUR_WEIGHT * before) / (s + NEIGHBOUR_WEIGHT), 4))
     trust = tuple(round(g / s, 4) for g, s in bins)
-    return AcceptanceProfile(weights, tuple(accepted), trust, judged, tuple(seen))
+    return AcceptanceProfile(weights, tuple(accepted), trust, judged=judged, seen=tuple(seen))
 
 
 def write(folder: Path, card: AcceptanceProfile) -> Path:
@@ -92,7 +92,7 @@ def read(folder: Path, weights: str) -> AcceptanceProfile | None:
     try:
         raw = json.loads((folder / FILE).read_text(encoding="utf-8"))
         lists = [tuple(map(float, raw.get(name, ()))) for name in ("accepted", "trust", "seen")]
-        card = AcceptanceProfile(str(raw["weights"]), lists[0], lists[1], int(raw["judged"]), lists[2])
+        card = AcceptanceProfile(str(raw["weights"]), lists[0], lists[1], judged=int(raw["judged"]), seen=lists[2])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     sizes = len(card.trust) == BINS and card.accepted and len(card.seen) in (0, len(card.accepted))

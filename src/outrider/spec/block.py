@@ -19,7 +19,7 @@ from ..models.decoder import TextModel
 from ..ops.decode_io import Proposer
 from ..ops.formats import DeviceWeight
 from ..ops.reference import as_tensor
-from ..ops.trees import WIDTH, TreeRows, max_nodes
+from ..ops.trees import WIDTH, Frontier, TreeRows, max_nodes
 from ..types import Draft, KVView, OutriderError
 from ..weights.files import Files
 from ..weights.load import LoadOptions, load, translate
@@ -38,7 +38,7 @@ SlotStep = Callable[[int, Tensor | slice, Tensor, Tensor | slice], tuple[Tensor 
 class BlockDrafter(Drafter):
     # A confidence counts as the acceptance until measured; acceptance by position is that of the papers' chat tasks.
     in_graph = True
-    profile = AcceptanceProfile("", (0.72, 0.7, 0.7, 0.7), tuple((i + 0.5) / BINS for i in range(BINS)), 0)
+    profile = AcceptanceProfile("", (0.72, 0.7, 0.7, 0.7), tuple((i + 0.5) / BINS for i in range(BINS)), judged=0)
 
     def __init__(self, block: BlockNet):
         config = block.config
@@ -67,11 +67,11 @@ class BlockDrafter(Drafter):
         wide = min(k, self.max_tokens)
         heads: list[Tensor] = []  # outputs of the confidence head, by step
         if batch.branches and self.one_pass:
-            return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads)
+            return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads=heads)
         if batch.plans is None:
             draft = self._drafted(batch, wide)
         else:
-            draft = confident_round(batch, wide, self._score(batch, wide, heads), heads)
+            draft = confident_round(batch, wide, self._score(batch, wide, heads), heads=heads)
         return draft if draft.tokens.shape[1] == k else padded(draft, k)
 
     def max_nodes(self, depth: int) -> int:
@@ -81,7 +81,11 @@ class BlockDrafter(Drafter):
         """Built from the logits of one pass: each level reads its slot, after WIDTH tokens of each sequence."""
         step = self._by_slot(batch, depth, None)
         seq = batch.kv.row_seq.repeat_interleave(WIDTH)
-        return build_fixed_tree(batch, depth, nodes, lambda level, front: step(level, seq, front.tokens, front.before))
+
+        def score(level: int, front: Frontier) -> tuple[Tensor | None, Tensor]:
+            return step(level, seq, front.tokens, front.before)
+
+        return build_fixed_tree(batch, depth, nodes, score=score)
 
     def _drafted(self, batch: DraftBatch, wide: int) -> Draft:
         """All tokens of a draft; independent ones are chosen at once."""
@@ -95,7 +99,9 @@ class BlockDrafter(Drafter):
         if sampling.any_sampled:
             sampling = sampling.select(torch.arange(size, device=device).repeat_interleave(wide))
         at = (batch.position[:, None] + torch.arange(1, wide + 1, device=device)).reshape(-1)
-        return Draft(sampling.guess(z, at, batch.ops, ids).view(size, wide), torch.full_like(batch.position, wide))
+        return Draft(
+            sampling.guess(z, at, batch.ops, token_ids=ids).view(size, wide), torch.full_like(batch.position, wide)
+        )
 
     def _named(self, z: Tensor, columns: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """Logits [B, N] and the target's ids of their columns; columns [B, N]: draft ids."""
@@ -119,7 +125,11 @@ class BlockDrafter(Drafter):
         if self.config.kind == "eagle3":
             return self._by_step(batch, wide)
         step = self._by_slot(batch, wide, sure)
-        return lambda j, token, cluster_bonus: step(j, EVERY, token, EVERY)
+
+        def score(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
+            return step(j, EVERY, token, EVERY)
+
+        return score
 
     def _by_slot(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> SlotStep:
         """Slots are read from left to right; in a tree, after several tokens at once."""
@@ -137,7 +147,7 @@ class BlockDrafter(Drafter):
             e = None
             if best is not None:
                 columns = best.indices[seq, j]
-                return self._named(block.select(h, best.values[seq, j], columns, token), columns)
+                return self._named(block.select(h, best.values[seq, j], columns, previous=token), columns)
             z = base[seq, j]
             if config.markov_rank:
                 bias, state, e = block.markov(token, h, None if state is None else state[before])
@@ -153,11 +163,11 @@ class BlockDrafter(Drafter):
         block = self.block
         hidden = self.block.target.config.hidden
         feature = block.context(batch.features[:, hidden:].split(hidden, -1))
-        block_rows = block.rows(block.layers[0], feature, batch.position - 1, wide)
+        block_rows = block.rows(block.layers[0], feature, batch.position - 1, count=wide)
 
         def step(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
             nonlocal feature
-            h, feature = block.feature_step(token, feature, batch.kv, block_rows, j)
+            h, feature = block.feature_step(token, feature, batch.kv, own=block_rows, step=j)
             return self._named(block.logits(h))
 
         return step
@@ -172,7 +182,7 @@ def load_block(files: Files, target: TextModel, dtype: torch.dtype, **how: Unpac
     device = target.device
     quantize = how.get("quantize")
     rounded: LoadOptions = {**how, "quantize": quantize or ops.capabilities.draft_format}
-    _, weights = load(files, config, device, dtype, ops, **rounded)
+    _, weights = load(files, config, device, dtype=dtype, ops=ops, **rounded)
     if "d2t" in weights and how.get("load_format") != "dummy":
         order = torch.arange(config.draft_vocab, device=device)
         if files.gguf is not None:  # the ids themselves there, not offsets
@@ -180,7 +190,7 @@ def load_block(files: Files, target: TextModel, dtype: torch.dtype, **how: Unpac
         ids = order + as_tensor(weights["d2t"])
         if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
             raise OutriderError(f"{files.path}: tensor d2t names tokens outside the vocabulary of {config.vocab_size}")
-    return BlockNet(config, own_head(weights, target, quantize), ops, target).compiled()
+    return BlockNet(config, own_head(weights, target, quantize), ops, target=target).compiled()
 
 
 def own_head(weights: dict[str, DeviceWeight], target: TextModel, quantize: str | None) -> dict[str, DeviceWeight]:

@@ -107,7 +107,7 @@ class SamplingBatch:
 
     @property
     def looks_back(self) -> bool:
-        """Does the choice depend on earlier tokens (penalties, bad words)? Then rows after different drafts differ."""
+        """True if the choice depends on earlier tokens (penalties, bad words): rows after different drafts differ."""
         return self.penalties is not None or self.bad_words is not None
 
     # ---- choosing (device) ----------------------------------------------------------------------------------------
@@ -123,12 +123,14 @@ class SamplingBatch:
     ) -> Tensor:
         """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned itself."""
         z = logits
-        if self.penalties is not None:
-            z = self._penalise(z, self.penalties, row_seq, row_offset, drafts[row_seq] if lines is None else lines)
+        if lines is None and self.looks_back:
+            lines = drafts[row_seq]
+        if self.penalties is not None and lines is not None:
+            z = self._penalise(z, self.penalties, row_seq, row_offset=row_offset, lines=lines)
         if self.bias is not None:
             z = z.scatter_add(1, self.bias.ids[row_seq], self.bias.values[row_seq])
-        if self.bad_words is not None:
-            z = self._forbid(z, self.bad_words, row_seq, row_offset, drafts[row_seq] if lines is None else lines)
+        if self.bad_words is not None and lines is not None:
+            z = self._forbid(z, self.bad_words, row_seq, row_offset=row_offset, lines=lines)
         if grammar is not None:
             z = z.masked_fill(~grammar, -math.inf)
         if self.stops is not None and self.min_tokens is not None and self.out_len is not None:
@@ -139,17 +141,20 @@ class SamplingBatch:
             z = biased if grammar is None else torch.where((biased.amax(-1) > -math.inf)[:, None], biased, z)
         if self.any_sampled:
             z = z / self.temperature[row_seq][:, None]
-        if (cut := self.cut) is None:
+        cut = self.cut
+        if cut is None:
             return z
-        of_row = (cut.top_k[row_seq], cut.top_p[row_seq], cut.min_logp[row_seq])
-        filtered = ops.filter_logits(z, *of_row) if ops is not None else None
-        return filtered if filtered is not None else self._filter(z, row_seq, cut, exact=True)
+        if ops is not None:
+            filtered = ops.filter_logits(z, cut.top_k[row_seq], cut.top_p[row_seq], min_logp=cut.min_logp[row_seq])
+            if filtered is not None:
+                return filtered
+        return self._filter(z, row_seq, cut, exact=True)
 
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
         """Tokens [R]; `position` [R] is the position of the chosen token in its sequence."""
         if not self.any_sampled:
             return ops.argmax(z)
-        return ops.gumbel_argmax(z, self.seed[row_seq], position, None, self.sampled[row_seq])
+        return ops.gumbel_argmax(z, self.seed[row_seq], position, tokens=None, sampled=self.sampled[row_seq])
 
     def commit(self, tokens: Tensor, counts: Tensor) -> None:
         """The first `counts[b]` of `tokens` [B, K+1] were emitted. In place, so that a captured graph sees it."""
@@ -167,7 +172,9 @@ class SamplingBatch:
     def select(self, which: Tensor) -> SamplingBatch:
         """Some of the sequences, as far as a drafter needs them: no history, no masks."""
         cut = None if self.cut is None else rows_of(self.cut, which)
-        return SamplingBatch(self.temperature[which], self.sampled[which], self.seed[which], self.filters, cut)
+        return SamplingBatch(
+            self.temperature[which], self.sampled[which], self.seed[which], filters=self.filters, cut=cut
+        )
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def cluster_bonus(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
@@ -179,7 +186,7 @@ class SamplingBatch:
         cut = self.cut
         if cut is not None:
             free = free & (cut.top_k == OFF) & (cut.top_p >= 1.0) & (cut.min_logp == -math.inf)
-        return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
+        return ops.cluster_bonus(clusters, self.seed, position, temperature=self.temperature, sampled=free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
         """The drafter's prediction of the target's choice, with the target's own noise: tokens [B] from logits [B, N]
@@ -187,7 +194,9 @@ class SamplingBatch:
         if not self.any_sampled:
             best = ops.argmax(logits)
         else:
-            best = ops.gumbel_argmax(self.apply_temperature(logits), self.seed, position, token_ids, self.sampled)
+            best = ops.gumbel_argmax(
+                self.apply_temperature(logits), self.seed, position, tokens=token_ids, sampled=self.sampled
+            )
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
     def likely(self, logits: Tensor, places: Tensor) -> Tensor:
@@ -239,10 +248,10 @@ class SamplingBatch:
             return z.masked_fill(z < z.amax(-1, keepdim=True) + cut.min_logp[row_seq][:, None], -math.inf)
         if head is None:
             head = GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab
-        floor, enough = self._floor(z, row_seq, cut, min(head, vocab))
+        floor, enough = self._floor(z, row_seq, cut, head=min(head, vocab))
         # on the CPU reading the result is free: the whole vocabulary is sorted only if the head was too short
         if exact and self.filters.head is None and head < vocab and not bool(enough.all()):
-            floor, _ = self._floor(z, row_seq, cut, vocab)
+            floor, _ = self._floor(z, row_seq, cut, head=vocab)
         return z.masked_fill(z < floor[:, None], -math.inf)
 
     def _floor(self, z: Tensor, row_seq: Tensor, cut: FilterValues, head: int) -> tuple[Tensor, Tensor]:

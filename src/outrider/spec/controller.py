@@ -68,7 +68,7 @@ class HeldPlan:
             self.steps_left = self.tuning.hold + len(views) // self.tuning.hold_many
             self.plain_steps = 0
         else:
-            self.plain_steps = min(self.tuning.rest, 2 * self.plain_steps + 1) if same_batch else 1
+            self.plain_steps = min(self.tuning.hold_plain, 2 * self.plain_steps + 1) if same_batch else 1
             self.steps_left = self.plain_steps
         self.states = states
         self.plans = plans

@@ -31,7 +31,7 @@ REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
 
 class SequenceDraft(NamedTuple):
-    """What one sequence of a cycle drafts, as far as its cost depends on it."""
+    """One sequence's draft in a cycle, as far as the cost depends on it."""
 
     drafter: str | None
     verified: int  # tokens
@@ -232,7 +232,7 @@ class CostTable:
                 draft.setdefault(CostPart(kind, name), {})[int(batch)] = seconds
             verify = {(int(b), int(c)): t for b, c, t in raw["verify"]}
             reading = {str(n): float(t) for n, t in raw["reading"].items()}
-            table = CostTable(verify, draft, raw["key"], reading)
+            table = CostTable(verify, draft, raw["key"], reading=reading)
             for part, batch, by_k in raw["factor"]:
                 if len(by_k) != CURVE_LENGTH:
                     raise ValueError("by_k")

@@ -45,17 +45,17 @@ TRUST = (0.2, 0.25, 0.25, 0.25, 0.32, 0.4, 0.38, 0.38, 0.48, 0.54, 0.55, 0.7, 0.
 
 @dataclass
 class Track:
-    """One sequence: its pages, and the tokens whose K/V they hold (position by position)."""
+    """One sequence: its pages, and the tokens whose K/V they hold (`cached`, by position)."""
 
     pages: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
     sure: int = 0  # positions below this were compared before; committed tokens do not change
     unlisted: dict[int, None] = field(default_factory=dict)  # its latest tokens that are not on the shortlist, in order
     foreign: bool = False  # it has an id beyond the draft model's vocabulary
     looked: int = 0  # positions below this were looked through for both
 
     def agree(self, tokens: Sequence[int]) -> int:
-        while self.sure < min(len(self.held), len(tokens)) and self.held[self.sure] == tokens[self.sure]:
+        while self.sure < min(len(self.cached), len(tokens)) and self.cached[self.sure] == tokens[self.sure]:
             self.sure += 1
         return self.sure
 
@@ -84,7 +84,7 @@ class DraftPages:
         self.device = device
         self.count = 0
         self.free: list[int] = []
-        self.all = KVPages(PAGE, self.keys, self.values, {})
+        self.all = KVPages(PAGE, self.keys, self.values, tables={})
         self._grow(64)
         self.free.remove(0)
 
@@ -92,7 +92,8 @@ class DraftPages:
         for side in (self.keys, self.values):
             for i, shape in self.shapes.items():
                 more = torch.zeros((count - self.count, *shape), dtype=self.dtype, device=self.device)
-                side[i] = more if (old := side[i]) is None else torch.cat((old, more))
+                earlier = side[i]
+                side[i] = more if earlier is None else torch.cat((earlier, more))
         self.free += range(self.count, count)
         self.count = count
 
@@ -110,8 +111,9 @@ class DraftPages:
         places, owners, firsts = ragged(list(zip(starts, counts)))
         positions, row_seq = torch.tensor([places, owners], dtype=torch.int64, device=self.device)
         row_start = torch.tensor(firsts, dtype=torch.int32, device=self.device)
-        pages = KVPages(PAGE, self.keys, self.values, {"full": table, "sliding": table})
-        return pages.view(positions, row_seq, row_start, max(counts), max(s + n for s, n in zip(starts, counts)))
+        pages = KVPages(PAGE, self.keys, self.values, tables={"full": table, "sliding": table})
+        end = max(start + count for start, count in zip(starts, counts))
+        return pages.view(positions, row_seq, row_start, max_rows=max(counts), max_context=end)
 
 
 def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> Tensor | None:
@@ -156,7 +158,7 @@ class DraftModel(Drafter):
         if not fit:
             return Draft(tokens, torch.zeros_like(batch.position))
         at = torch.tensor(fit, device=batch.last.device)
-        drafted = self._steps(batch, fit, at, k)
+        drafted = self._steps(batch, fit, at, k=k)
         lengths = torch.zeros_like(batch.position).index_copy_(0, at, drafted.lengths)
         assert drafted.confidence is not None
         confidence = drafted.confidence.new_zeros(tokens.shape).index_copy_(0, at, drafted.confidence)
@@ -179,7 +181,7 @@ class DraftModel(Drafter):
         self._remember()
         fit = [i for i, text in enumerate(tokens) if self._fits(texts.tracks[i], text, k)]
         tracks = [texts.tracks[i] for i in fit]
-        self._read(tracks, [tokens[i] for i in fit], k, READ if alone else READ_BESIDE, READ_IN_ROUND)
+        self._read(tracks, [tokens[i] for i in fit], k, left=READ if alone else READ_BESIDE, enough=READ_IN_ROUND)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(tokens[i]) - t.agree(tokens[i]) <= READ_IN_ROUND]
         out = [NO_RESULT] * len(tokens)
         if not ready:
@@ -187,12 +189,14 @@ class DraftModel(Drafter):
         behind = []
         for i, track in ready:
             start = min(track.sure, len(tokens[i]) - 1)
-            ends = (plans[i].stop, plans[i].drop) if plans is not None else (0.0, 0.0)
-            behind.append(DraftRequest(tokens[i][start:], start, track.pages, list(track.unlisted), *ends))
+            request = DraftRequest(tokens[i][start:], start, track.pages, seen=list(track.unlisted))
+            if plans is not None:
+                request = request._replace(stop=plans[i].stop, drop=plans[i].drop)
+            behind.append(request)
         some = sampling if len(ready) == len(tokens) else sampling.select(torch.tensor([i for i, _ in ready]))
-        results = self.chain.run(behind, self.pages.all, k, some, texts.trust)
+        results = self.chain.run(behind, self.pages.all, k, sampling=some, trust=texts.trust)
         for (i, track), was, result in zip(ready, behind, results):
-            track.held[was.start :] = [*was.tokens, *result.tokens[:-1]]
+            track.cached[was.start :] = [*was.tokens, *result.tokens[:-1]]
             out[i] = result
         return out
 
@@ -214,17 +218,19 @@ class DraftModel(Drafter):
         view = self.pages.view([s[0] for s in spans], [s[2] for s in spans], [s[3] for s in spans])
         ids = [token for _, text, start, count in spans for token in text[start : start + count]]
         for track, text, start, count in spans:
-            track.held[start:] = text[start : start + count]
+            track.cached[start:] = text[start : start + count]
         wanted = last_rows(view, ends) if len(ends) < len(ids) else None
         tokens = torch.tensor(ids, dtype=torch.int64, device=self.pages.device)
         return self.model.forward(tokens, view, wanted=wanted).hidden
 
     def _one_call(self, batch: DraftBatch, k: int) -> Draft:
         results = self.draft_on_host(batch, k, len(batch.tokens) == 1)
-        fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
-        confidence = torch.tensor([fill(m.confidence) for m in results], dtype=torch.float32)
-        lengths = torch.tensor([m.length for m in results])
-        return Draft(torch.tensor([fill(m.tokens) for m in results]), lengths, confidence=confidence)
+        tokens = torch.zeros((len(results), k), dtype=torch.int64)
+        confidence = torch.zeros((len(results), k))
+        for i, result in enumerate(results):
+            tokens[i, : len(result.tokens)] = torch.tensor(result.tokens, dtype=torch.int64)
+            confidence[i, : len(result.confidence)] = torch.tensor(result.confidence, dtype=torch.float32)
+        return Draft(tokens, torch.tensor([result.length for result in results]), confidence=confidence)
 
     # ---- step by step
     def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
@@ -276,7 +282,7 @@ class DraftModel(Drafter):
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
         """Run the tokens that each sequence's pages do not hold; returns the newest one's hidden states [F, H]."""
         while any(len(text) - track.agree(text) > CHUNK for track, text in zip(tracks, texts)):
-            self._read(tracks, texts, k, CHUNK * len(tracks), CHUNK)
+            self._read(tracks, texts, k, left=CHUNK * len(tracks), enough=CHUNK)
         spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
@@ -290,17 +296,17 @@ class DraftModel(Drafter):
             tracks, drafted = self._last
             self._last = None
             for track, tokens in zip(tracks, drafted.tolist()):
-                track.held += tokens
+                track.cached += tokens
 
     def unread(self, track: Track, tokens: Sequence[int]) -> int:
         """How many tokens of a text it has not read, except those that every round reads."""
-        return max(0, len(tokens) - len(track.held) - 2)
+        return max(0, len(tokens) - len(track.cached) - 2)
 
     def assume(self, track: Track, tokens: Sequence[int]) -> None:
         """Treat the K/V of `tokens` as present, for timing."""
         self._remember()
         self.pages.reserve(track, len(tokens))
-        track.held[:] = tokens
+        track.cached[:] = tokens
         track.sure = len(tokens)
 
     def release(self, track: Track) -> None:

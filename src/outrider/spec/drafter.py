@@ -195,7 +195,7 @@ def guess_next(
     """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, and
     their logits. score(cluster_bonus): as `Score`. clusters [C, S]: ids of a clustered head."""
     ids, logits = score(sampling.cluster_bonus(clusters, at, ops))
-    return sampling.guess(logits, at, ops, ids), logits
+    return sampling.guess(logits, at, ops, token_ids=ids), logits
 
 
 def draft_round(batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None) -> Draft:
@@ -205,7 +205,7 @@ def draft_round(batch: DraftBatch, k: int, score: Score, clusters: Tensor | None
     guesses = list[Tensor]()
     for j in range(k):
         at = batch.position + 1 + j  # the position the guessed token will have
-        token, _ = guess_next(batch.sampling, at, partial(score, j, token), batch.ops, clusters)
+        token, _ = guess_next(batch.sampling, at, partial(score, j, token), ops=batch.ops, clusters=clusters)
         guesses.append(token)
     return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, k))
 
@@ -225,7 +225,7 @@ def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Ten
     live = [True] * size
     for j in range(k):
         ids, logits = score(j, token, None)
-        token = sampling.guess(logits, batch.position + 1 + j, batch.ops, ids)
+        token = sampling.guess(logits, batch.position + 1 + j, batch.ops, token_ids=ids)
         guesses.append(token)
         if heads:
             confidence.append(heads[j].float())

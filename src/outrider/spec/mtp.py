@@ -39,14 +39,16 @@ class MTPDrafter(Drafter):
         if batch.branches:
             return build_tree(batch, k, self.branching(batch))
         if batch.last.shape[0] > self.model.most or sampling.cut is not None:
-            return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
+            return draft_round(batch, k, self.score(batch), clusters=self.model.cluster_ids)
         end = None
         if batch.plans is not None and batch.trust is not None:
             ends = ([p.stop for p in batch.plans], [p.drop for p in batch.plans], batch.trust)
             stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in ends)
             end = (stop, drop, trust)
-        noise = DraftNoise(sampling.temperature, sampling.sampled, sampling.seed, batch.position + 1)
-        tokens, confidence, lengths = self.model.draft(batch.last, batch.features, batch.kv, k, noise, end)
+        noise = DraftNoise(sampling.temperature, sampling.sampled, sampling.seed, position=batch.position + 1)
+        tokens, confidence, lengths = self.model.draft(
+            batch.last, batch.features, batch.kv, steps=k, noise=noise, end=end
+        )
         return Draft(tokens, lengths, confidence=confidence)
 
     def score(self, batch: DraftBatch) -> Score:
@@ -99,4 +101,4 @@ class MTPDrafter(Drafter):
             g, hidden = model.step(self.target.embed(front.tokens).to(hidden.dtype), before, state)
             return model.candidates(g, None if cluster_bonus is None else cluster_bonus.repeat_interleave(WIDTH, 0))
 
-        return build_fixed_tree(batch, depth, nodes, score)
+        return build_fixed_tree(batch, depth, nodes, score=score)

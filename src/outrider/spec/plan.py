@@ -112,7 +112,7 @@ class VerifiedTree(DraftTree):
     def of(
         parents: Sequence[int], path: Sequence[int], steps: float | None = None, tokens: Sequence[int] = ()
     ) -> VerifiedTree:
-        return VerifiedTree(tokens, parents, path, DraftTree(tokens, parents).deepest if steps is None else steps)
+        return VerifiedTree(tokens, parents, path, steps=DraftTree(tokens, parents).deepest if steps is None else steps)
 
     def judged(self) -> list[tuple[int, bool]]:
         """For the tokens off the main chain that follow accepted ones: index and whether it was right."""

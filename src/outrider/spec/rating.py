@@ -221,7 +221,7 @@ class PlanRater:
     def _best_of(
         self, names: Sequence[str], *, view: DraftContext, batch: int, context: int, plain: float
     ) -> tuple[str | None, list[float]]:
-        """Of these drafters the one with most expected tokens for a sequence of a batch, and E(K) up to its maximum K.
+        """The drafter with most expected tokens for a sequence of a batch, of these, and E(K) up to its maximum K.
         plain: seconds of a plain step of the batch."""
         best: str | None = None
         best_expected = [1.0]

@@ -49,10 +49,10 @@ class SamplingFeatures:
                 asks.penalties or p.penalised,
                 max(asks.bias, _wide(len(p.logit_bias))),
                 max(asks.words, _wide(len(words))),
-                max(asks.reach, _wide(max((max(1, len(w) - 1) for w in words), default=0))),
-                max(asks.stops, _wide(len(p.stop_token_ids) + eos) if p.min_tokens else 0),
-                max(asks.logprobs, -1 if top is None else 0 if top == 0 else 5 if top <= 5 else 20),
-                asks.grammar or p.grammar is not None,
+                reach=max(asks.reach, _wide(max((max(1, len(w) - 1) for w in words), default=0))),
+                stops=max(asks.stops, _wide(len(p.stop_token_ids) + eos) if p.min_tokens else 0),
+                logprobs=max(asks.logprobs, -1 if top is None else 0 if top == 0 else 5 if top <= 5 else 20),
+                grammar=asks.grammar or p.grammar is not None,
             )
         return asks
 
@@ -86,7 +86,7 @@ class SlotSampling:
         self.penalties: Penalties | None = None
         none = torch.zeros((slots, 0), dtype=torch.int64, device=device)
         self.bias = self.stops = Sparse(none, none.float())
-        self.words = BadWords(none.view(slots, 0, 0), none, none.bool(), none)
+        self.words = BadWords(none.view(slots, 0, 0), none, none.bool(), tail=none)
         self.version = 0  # incremented when tables move: graphs that read the old ones are invalid
 
     def grow(self, asks: SamplingFeatures) -> None:
@@ -118,7 +118,7 @@ class SlotSampling:
             # words are right-aligned: shorter ones ignore the columns further left
             prefix = F.pad(old.prefix, (far, 0, 0, more), value=ANY)
             tail = F.pad(old.tail, (far, 0), value=-1)
-            self.words = BadWords(prefix, F.pad(old.last, (0, more)), F.pad(old.real, (0, more)), tail)
+            self.words = BadWords(prefix, F.pad(old.last, (0, more)), F.pad(old.real, (0, more)), tail=tail)
             self.version += 1
 
     def join(self, rows: Sequence[Joining]) -> None:
@@ -171,7 +171,7 @@ class SlotSampling:
         """Rows of the sequences in `slots` [B], whose newest tokens are at `position` [B]."""
         temperature, sampled, seed = (t.index_select(0, slots) for t in (self.temperature, self.sampled, self.seed))
         cut = rows_of(self.cut, slots) if filters.any else None
-        batch = SamplingBatch(temperature, sampled, seed, filters, cut)
+        batch = SamplingBatch(temperature, sampled, seed, filters=filters, cut=cut)
         if asks.penalties and self.penalties is not None:
             batch.penalties = rows_of(self.penalties, slots)
         if asks.bias:
@@ -205,13 +205,13 @@ def sampling_batch(
     eos: Sequence[int] = (),
 ) -> SamplingBatch:
     """For sequences without slots."""
-    slots = SlotSampling(len(params), vocab, eos, torch.device(device))
+    slots = SlotSampling(len(params), vocab, eos, device=torch.device(device))
     asks = SamplingFeatures.of(params, len(eos))
     where = torch.arange(len(params), device=device)
     slots.grow(asks)
     slots.join([Joining(i, *each) for i, each in enumerate(zip(params, prompts, outputs))])
     position = torch.tensor([len(p) + len(o) - 1 for p, o in zip(prompts, outputs)], device=device)
-    return slots.select(where, position, filters_of(params, vocab), asks)
+    return slots.select(where, position, filters_of(params, vocab), asks=asks)
 
 
 def filters_of(params: Iterable[SamplingParams], vocab: int) -> Filters:

@@ -112,21 +112,22 @@ def measure(
         verify = {k: t for (part, b, k, c), t in usual.items() if part == VERIFY and (b, c) == (cell[1], cell[3])}
         if verify:
             usual[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
-    return _assemble(usual, drafters, grid, key, read)
+    return _assemble(usual, drafters, grid, key=key, read=read)
 
 
 def _order(drafters: Sequence[TimedDrafter], grid: ProbeGrid) -> list[Cell]:
     """The cells worth timing, the most telling first."""
-    (one, *rest) = grid.batches
+    (one, *larger) = grid.batches
     ks = grid.ks
     (first, *further) = sorted(grid.contexts)
     order = [(VERIFY, one, k, first) for k in ks]
     order += [(part, one, k, first) for d in drafters for part in d.parts for k in d.ks]
     order += [(VERIFY, one, k, c) for c in further for k in (0, 8)]
     # the largest batches early: those between are interpolated
-    more = list(dict.fromkeys([*grid.batches[:0:-2], *grid.batches[1::2]])) if len(rest) > 4 else rest
-    order += [(VERIFY, b, k, first) for b in more for k in (0, 1, 4)]
-    order += [(d.draft, b, 4, first) for d in drafters for b in more]
+    if len(larger) > 4:
+        larger = list(dict.fromkeys([*grid.batches[:0:-2], *grid.batches[1::2]]))
+    order += [(VERIFY, b, k, first) for b in larger for k in (0, 1, 4)]
+    order += [(d.draft, b, 4, first) for d in drafters for b in larger]
     reading: list[Cell] = [(CostPart("reading", d.name), one, 1, first) for d in drafters if d.reads]
     return [*order[: len(ks) + 3], *reading, *order[len(ks) + 3 :]]
 
@@ -147,7 +148,9 @@ def agrees(
     was = table.curve(drafter, 1, context)
     grid = ProbeGrid((1,), (context,), (0, k))
     for rounds, tolerance in ((2, DISAGREE / 3), (ROUNDS, DISAGREE)):
-        now = measure(probe, timed, grid, budget_s, None, clock, whole, rounds).curve(drafter, 1, context)
+        now = measure(probe, timed, grid, budget_s=budget_s, key=None, clock=clock, whole=whole, rounds=rounds).curve(
+            drafter, 1, context
+        )
         if was[0] > 0.0 and abs(math.log(now[k] / now[0] * was[0] / was[k])) < tolerance:
             return True
     return False
@@ -195,7 +198,7 @@ def _assemble(
             if part in d.parts:
                 curve = [0.0, *[max(known.values())] * (CURVE_LENGTH - 1)] if d.one_pass else _spread({0: 0.0, **known})
                 parts.setdefault(part, {})[batch] = curve
-    return CostTable(verify, parts, key, read)
+    return CostTable(verify, parts, key, reading=read)
 
 
 def _spread(known: Mapping[int, float]) -> Curve:

@@ -158,7 +158,7 @@ def draft_of(trees: Sequence[Sequence[Node]], batch: DraftBatch) -> Draft:
     lengths = torch.tensor([len(tree.tokens) for tree in draft_trees], device=device)
     padded_tokens = torch.tensor(padded([tree.tokens for tree in draft_trees]), device=device)
     padded_confidence = torch.tensor(padded(confidence), device=device).float()
-    return Draft(padded_tokens, lengths, padded_confidence, draft_trees)
+    return Draft(padded_tokens, lengths, padded_confidence, trees=draft_trees)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -186,7 +186,7 @@ def build_fixed_tree(
         noise = None
         if sampling.any_sampled:
             noise = DraftNoise(temperature, sampling.sampled, seed=sampling.seed, position=batch.position + 1 + level)
-        front = ops.branch(logits, ids, noise, front, tree_nodes, level)
+        front = ops.branch(logits, ids, noise, front=front, nodes=tree_nodes, level=level)
     return ops.build_fixed_tree(tree_nodes, nodes, depth)
 
 

@@ -49,7 +49,7 @@ class Tuning:
     compare_last: int = 64  # maximum cycles between those
 
     # ---- planning
-    rest: int = 15  # maximum steps that a plan is held while a batch decodes plainly
+    hold_plain: int = 15  # maximum steps that a plan is held while a batch decodes plainly
     hold: int = 2  # steps that it is held while the batch drafts
     hold_many: int = 16  # sequences per further step: planning time grows with their number
     hold_one: int = 5  # steps that it is held while a single sequence's drafts end themselves

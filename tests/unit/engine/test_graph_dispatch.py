@@ -12,13 +12,14 @@ from tests.engines import mtp_drafter, request, run, run_joining, tiny_engine, t
 from outrider.engine import capture, graph_dispatch
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine, Reporter
-from outrider.engine.graph_dispatch import cheapest_covering, covers, first_keys, padded, warmup_keys
+from outrider.engine.graph_dispatch import GraphLimits, cheapest_covering, covers, first_keys, padded, warmup_keys
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.prefill_graphs import PrefillKey
 from outrider.spec.slot_sampling import SamplingFeatures
 
 PLAIN = Key(8, 0, 1024, "greedy", None)
 DRAFTED = Key(8, 4, 1024, "sampled", "drafter")
+LIMITS = GraphLimits(batch=256, context=32768, rows=2048)
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
 
 
@@ -56,28 +57,30 @@ def test_a_step_runs_in_a_graph_that_does_all_of_it() -> None:
 
 
 def test_what_is_captured_beside_requests_has_room_to_spare() -> None:
-    assert padded(PLAIN, 256, 32768, 2048) == replace(PLAIN, context=2048)
-    assert padded(replace(PLAIN, batch=24, context=4096), 256, 32768, 2048) == replace(PLAIN, batch=32, context=8192)
-    assert padded(replace(PLAIN, batch=96), 96, 1024, 2048) == replace(PLAIN, batch=96), "no more than there can be"
-    assert padded(replace(DRAFTED, batch=192, k=8), 256, 32768, 2048).batch == 192, "nor more rows than a step may have"
+    assert padded(PLAIN, LIMITS) == replace(PLAIN, context=2048)
+    assert padded(replace(PLAIN, batch=24, context=4096), LIMITS) == replace(PLAIN, batch=32, context=8192)
+    assert padded(replace(PLAIN, batch=96), GraphLimits(96, 1024, 2048)) == replace(PLAIN, batch=96), (
+        "no more than there can be"
+    )
+    assert padded(replace(DRAFTED, batch=192, k=8), LIMITS).batch == 192, "nor more rows than a step may have"
 
 
 def test_the_last_tokens_of_an_answer_need_no_graphs_of_their_own() -> None:
     """64 prompts with K = 4: each number of sequences was captured with K = 4, 3, 2 and 1, some in every run."""
     drafted = replace(DRAFTED, context=2048)
-    k = {k: padded(replace(drafted, k=k), 256, 32768, 2048, 16).k for k in (1, 3, 4, 5, 6, 9, 16)}
+    k = {k: padded(replace(drafted, k=k), LIMITS, 16).k for k in (1, 3, 4, 5, 6, 9, 16)}
     assert k == {1: 4, 3: 4, 4: 4, 5: 8, 6: 8, 9: 16, 16: 16}
-    assert padded(replace(drafted, k=6), 256, 32768, 2048, 7).k == 6, "a block of 7 drafts no 8"
-    assert padded(replace(drafted, k=6, batch=256), 256, 32768, 2048, 16).k == 6, "8 would be too many rows"
-    assert padded(replace(drafted, k=6), 256, 32768, 2048).k == 6
+    assert padded(replace(drafted, k=6), LIMITS, 7).k == 6, "a block of 7 drafts no 8"
+    assert padded(replace(drafted, k=6, batch=256), LIMITS, 16).k == 6, "8 would be too many rows"
+    assert padded(replace(drafted, k=6), LIMITS).k == 6
 
 
 def test_trees_get_a_longer_context_as_far_as_memory_allows() -> None:
     """Attention keeps sums of every row of a tree by pieces of the context: with room to spare it could take all
     memory. A single sequence's context doubled every few steps, and each was a capture."""
     tree = replace(DRAFTED, batch=3, context=65536, nodes=8)
-    assert padded(tree, 256, 1 << 18, 2048, 16) == tree
-    assert padded(replace(tree, context=512), 256, 1 << 18, 2048, 16) == replace(tree, context=2048)
+    assert padded(tree, GraphLimits(256, 1 << 18, 2048), 16) == tree
+    assert padded(replace(tree, context=512), GraphLimits(256, 1 << 18, 2048), 16) == replace(tree, context=2048)
 
 
 def test_a_tree_runs_as_a_chain_until_it_is_wanted_often(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +90,7 @@ def test_a_tree_runs_as_a_chain_until_it_is_wanted_often(model: Any, monkeypatch
     before = set(executor.cache.graphs)
     tree = replace(DRAFTED, batch=1, k=4, context=512, choosing="greedy", nodes=7)
     assert [executor._stand_in(tree).nodes for _ in range(3)] == [0, 0, 0] and set(executor.cache.graphs) == before
-    assert executor._stand_in(tree) == replace(tree, context=executor._bounds[1])
+    assert executor._stand_in(tree) == replace(tree, context=executor._limits.context)
     assert len(executor.cache.graphs) == len(before) + 1
     executor._stand_in(tree)
     assert len(executor.cache.graphs) == len(before) + 1, "once"
@@ -202,7 +205,7 @@ def test_widths_are_those_of_steps(model: Any) -> None:
 
 
 def test_a_server_is_ready_for_every_number_of_sequences() -> None:
-    keys = warmup_keys(256, 32768, 2048, (0, 4))
+    keys = warmup_keys(LIMITS, (0, 4))
     assert len(keys) == len(set(keys)) <= 56
     rows = [key.batch * (key.k + 1) for key in keys]
     assert rows == sorted(rows, reverse=True), "the largest first"
@@ -210,19 +213,19 @@ def test_a_server_is_ready_for_every_number_of_sequences() -> None:
         for wanted in (PLAIN, replace(PLAIN, choosing="sampled"), DRAFTED, replace(DRAFTED, choosing="greedy")):
             assert cheapest_covering(keys, replace(wanted, batch=batch)) is not None
     assert cheapest_covering(keys, replace(DRAFTED, batch=16, context=8192)) is not None
-    assert max(key.context for key in warmup_keys(72, 512, 2048, (0,))) == 512
-    assert {key.batch for key in warmup_keys(96, 512, 2048, (0, 0))} == {1, 2, 4, 8, 16, 32, 64, 96}
+    assert max(key.context for key in warmup_keys(GraphLimits(72, 512, 2048), (0,))) == 512
+    assert {key.batch for key in warmup_keys(GraphLimits(96, 512, 2048), (0, 0))} == {1, 2, 4, 8, 16, 32, 64, 96}
 
 
 def test_a_model_that_advises_filters_has_their_graphs() -> None:
     """Gemma's own temperature 1, top-k 64 and top-p 0.95: every first chat captured its steps."""
-    plain = warmup_keys(256, 32768, 2048, (0, 4))
-    advised = warmup_keys(256, 32768, 2048, (0, 4), advised="head 64")
+    plain = warmup_keys(LIMITS, (0, 4))
+    advised = warmup_keys(LIMITS, (0, 4), advised="head 64")
     more = set(advised) - set(plain)
     assert set(plain) < set(advised) and {(key.choosing, key.context) for key in more} == {("head 64", 2048)}
     assert {(key.batch, key.k) for key in more} == {(b, k) for b in (1, 2, 4, 8, 16, 32) for k in (0, 4)}
-    assert warmup_keys(256, 32768, 2048, (0, 4), advised="sampled") == plain
-    few = first_keys(256, 32768, 2048, (0, 4), advised="head 64")
+    assert warmup_keys(LIMITS, (0, 4), advised="sampled") == plain
+    few = first_keys(LIMITS, (0, 4), advised="head 64")
     ways = ("greedy", "sampled", "head 64")
     assert {(key.batch, key.k, key.choosing) for key in few} == {
         (b, k, w) for b in (1, 8) for k in (0, 4) for w in ways
@@ -312,7 +315,7 @@ def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.M
     passed = served(model)[1].prefill_graphs
     key = PrefillKey(64, 8, 512, False)
     monkeypatch.setattr(capture, "Graph", graph)
-    monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
+    monkeypatch.setattr(passed, "_write_inputs", lambda scheduled, key: None)
     passed.cache.device = Pretended()  # type: ignore[assignment]
     passed.runner.divided = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="out of memory"):

@@ -167,7 +167,7 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
         type = "cuda"
 
     monkeypatch.setattr(capture, "Graph", graph)
-    monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
+    monkeypatch.setattr(passed, "_write_inputs", lambda scheduled, key: None)
     passed.cache.device = Pretended()  # type: ignore[assignment]
     passed.prepare()
     assert passed.most == 640 and {key.rows for key in passed.cache.graphs} == {64, 128, 256, 512}

@@ -124,7 +124,7 @@ def compile_block(ops: CpuOps, net: Any) -> CpuBlock | None:
         fields = {**absent, **vars(layer), "spec": layer.attn.spec, "qkv": layer.q, "qkv_bias": layer.q_bias}
         fields |= {"q_norm": layer.attn.q_norm, "k_norm": layer.attn.k_norm, "next_norm": next_norm}
         blocks.append(SimpleNamespace(**fields))
-    stack = Stack(ops, blocks, net.inv_freqs, config.hidden, config.norm_eps, config.activation)
+    stack = Stack(ops, blocks, net.inv_freqs, hidden=config.hidden, eps=config.norm_eps, act=config.activation)
     for c, layer in zip(stack.layers, layers, strict=True):
         bias = None if layer.kv_bias is None else floats(layer.kv_bias)
         stack.keep.append(bias)

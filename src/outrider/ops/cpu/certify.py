@@ -224,7 +224,7 @@ def stored_at(lib: ctypes.CDLL) -> Path:
 
 
 def identity(lib: ctypes.CDLL) -> str:
-    """What the bits depend on: the processor, and the library's name, which hashes sources, flags and compiler."""
+    """The key of a library's bits: the processor, and the library's name, which hashes sources, flags and compiler."""
     return f"{processor_name()}, {Path(lib._name).stem}"
 
 
@@ -283,7 +283,7 @@ def level_rows() -> list[KernelRow]:
         else:
             here = stored_outcome(level)
         kernel = table[level]
-        rows.append(KernelRow(kernel.op, kernel.when, kernel.name, kernel.source, here))
+        rows.append(KernelRow(kernel.op, kernel.when, kernel.name, source=kernel.source, here=here))
     return rows
 
 

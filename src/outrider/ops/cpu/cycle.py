@@ -71,7 +71,7 @@ class CpuCycle:
         self.unread = None
         self.drafts_blocks = block is not None and block.drafts
         if block is not None:
-            self.unread = UnreadRows(block, cache, pages, c.call.batch)
+            self.unread = UnreadRows(block, cache, pages, batch=c.call.batch)
             self.block_taps = (c_int32 * len(block.taps))(*[self.taps.index(tap) for tap in block.taps])
             c.block, c.unread, c.block_taps = map(at, (self.unread.net, self.unread.c, self.block_taps))
         self.inputs = DecodeInputs(max_sequences)

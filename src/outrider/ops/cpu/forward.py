@@ -85,7 +85,7 @@ class Stack:
         Returns, for the wanted rows: hidden [R, H] after the last norm, its `post` product, the streams after `taps`.
         """
         pages = self.ops.pages(kv)
-        batch = CBatchBuffers(kv, pages, ids, ends)
+        batch = CBatchBuffers(kv, pages, ids, ends=ends)
         batch.c.rope_shift = shift
         rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))
@@ -148,7 +148,7 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
         return None
     if config.moe is not None and any(not routable(e.layer.experts) for e in model.experts):
         return None
-    stack = Stack(ops, model.blocks, model.inv_freqs, config.hidden, config.norm_eps, config.activation)
+    stack = Stack(ops, model.blocks, model.inv_freqs, hidden=config.hidden, eps=config.norm_eps, act=config.activation)
     if config.moe is not None:
         for c, e in zip(stack.layers, model.experts, strict=True):
             c.moe = c_moe(e.layer.experts)
@@ -249,7 +249,9 @@ def compile_drafter(ops: CpuOps, drafter: Any) -> CompiledDrafter | None:
     config = drafter.config
     if not supports([(b.spec, b.down) for b in drafter.blocks], config.hidden, config.backbone_hidden):
         return None
-    stack = Stack(ops, drafter.blocks, drafter.inv_freqs, config.hidden, config.norm_eps, config.activation)
+    stack = Stack(
+        ops, drafter.blocks, drafter.inv_freqs, hidden=config.hidden, eps=config.norm_eps, act=config.activation
+    )
     stack.c.pre = c_weight(drafter.pre)
     if drafter.post is not None:
         stack.c.post = c_weight(drafter.post)

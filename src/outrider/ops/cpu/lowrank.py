@@ -58,7 +58,7 @@ def pack(
         first = first + rank
     a = torch.cat(heights)
     rows = packer.quantize(a, "int8", torch.empty) if coded else dense_rows(a, a.nbytes)
-    return None if rows is None else LowRank(rows, torch.cat(groups), scale, tuple(pieces))
+    return None if rows is None else LowRank(rows, torch.cat(groups), scale, pieces=tuple(pieces))
 
 
 def side_by_side(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:

@@ -112,7 +112,7 @@ class HugePageWarmer:
             if any(self._there[lo:hi]):
                 for tensor in self._tensors:
                     step = tensor.stride(0) * tensor.element_size()
-                    advise(tensor.data_ptr() + lo * step, (hi - lo) * step, "MADV_DONTNEED", mmap.PAGESIZE)
+                    advise(tensor.data_ptr() + lo * step, (hi - lo) * step, "MADV_DONTNEED", unit=mmap.PAGESIZE)
                 self._there[lo:hi] = bytes(hi - lo)
         self._taken = first
         self.bytes = self._row_bytes * sum(self._there)

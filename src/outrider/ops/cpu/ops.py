@@ -150,14 +150,14 @@ class CpuOps(ReferenceOps):
     def lowrank(
         self, a: Tensor, b: Tensor, scale: Tensor, pieces: Sequence[tuple[int, int]], base: DeviceWeight | None = None
     ) -> LowRank:
-        return lowrank.pack(self.packer, a, b, scale, pieces, base) or super().lowrank(a, b, scale, pieces)
+        return lowrank.pack(self.packer, a, b, scale, pieces, base) or super().lowrank(a, b, scale, pieces=pieces)
 
     def pack_adapter(self, parts: Mapping[str, LowRank]) -> Mapping[str, LowRank]:
         return lowrank.side_by_side(parts)
 
     def add_lowrank(self, y: Tensor, x: Tensor, part: LowRank, rows: Tensor | None) -> Tensor:
         if not isinstance(part.a, PackedWeight):
-            return super().add_lowrank(y, x, part, rows)
+            return super().add_lowrank(y, x, part, rows=rows)
         inputs, out = (floats(x), floats(y)) if rows is None else (floats(x[rows]), floats(y[rows]))
         c = lowrank.c_lowrank(part)
         groups = out.shape[1] // LANES
@@ -234,7 +234,7 @@ class CpuOps(ReferenceOps):
         """For a compiled model."""
         if not isinstance(model, CompiledModel) or not all(a is None or model.stack.changes(a) for a in adapters):
             return None
-        return cast(M, CompiledModel(model.model, model.stack, adapters, counts))
+        return cast(M, CompiledModel(model.model, model.stack, adapters, counts=counts))
 
     def host_cycle(
         self, model: object, drafter: object, cache: KVPages, features: Tensor, taps: Sequence[int], block: object
@@ -244,7 +244,9 @@ class CpuOps(ReferenceOps):
         if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
             return None
         mtp = drafter if isinstance(drafter, CompiledDrafter) else None
-        return CpuCycle(model, mtp, cache, features, taps, block if isinstance(block, CpuBlock) else None)
+        return CpuCycle(
+            model, mtp, cache, features=features, taps=taps, block=block if isinstance(block, CpuBlock) else None
+        )
 
     def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> CpuChain | None:
         return CpuChain(model, head, listed) if isinstance(model, CompiledModel) else None
@@ -356,7 +358,7 @@ class CpuOps(ReferenceOps):
 
     def argmax(self, z: Tensor) -> Tensor:
         nothing = torch.zeros(z.shape[0], dtype=torch.int64)
-        return self.gumbel_argmax(z, nothing, nothing, None, torch.zeros(z.shape[0], dtype=torch.bool))
+        return self.gumbel_argmax(z, nothing, nothing, tokens=None, sampled=torch.zeros(z.shape[0], dtype=torch.bool))
 
     def gumbel_argmax(
         self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor

@@ -46,13 +46,13 @@ class PackedWeight:
         known = math.prod(d for d in shape if d != -1)
         shape = tuple(self.c.n * self.c.k // known if d == -1 else d for d in shape)
         assert shape[-1] == self.c.k and math.prod(shape) == self.c.n * self.c.k
-        return PackedWeight(shape, self.c, self.nbytes, self.keep)
+        return PackedWeight(shape, self.c, self.nbytes, keep=self.keep)
 
     def moved(self, arena: Arena) -> PackedWeight:
         """A copy in `arena`, of rows of one kind."""
         copies = [arena.empty(tuple(t.shape), t.dtype).copy_(t) for t in self.keep if isinstance(t, Tensor)]
         c = CWeight(self.c.kind, self.c.n, self.c.k, self.c.dtype, *map(at, copies))
-        return PackedWeight(self.shape, c, self.nbytes, tuple(copies))
+        return PackedWeight(self.shape, c, self.nbytes, keep=tuple(copies))
 
 
 class Packer:
@@ -105,12 +105,12 @@ class Packer:
     def _empty(self, name: str, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
         """Memory for a weight in the layout that GGUF's type `name` has."""
         file_type = FILE_TYPES.index(name)
-        return self._layout(self.lib.or_file_kind(file_type), self.lib.or_file_table(file_type), n, k, empty)
+        return self._layout(self.lib.or_file_kind(file_type), self.lib.or_file_table(file_type), n, k=k, empty=empty)
 
     def _layout(self, kind: int, table: int, n: int, k: int, empty: Allocate | None = None) -> PackedWeight:
         sizes = [self.lib.or_packed_bytes(kind, n, k, which) for which in (0, 1)]
         data, scale = ((empty or self.arena.empty)((size,), dtype=torch.uint8) for size in sizes)
-        return PackedWeight((n, k), CWeight(kind, n, k, table, at(data), at(scale)), sum(sizes), (data, scale))
+        return PackedWeight((n, k), CWeight(kind, n, k, table, at(data), at(scale)), sum(sizes), keep=(data, scale))
 
     def halves(self, parts: Sequence[Weight]) -> PackedWeight:
         """Dense rows [N, K] of one 16-bit type, copied unchanged while the file is read."""
@@ -128,7 +128,7 @@ class Packer:
         n, k = dense.shape
         if k % BLOCK:
             return None
-        out = self._empty("Q8_0" if mode == "int8" else "Q4_1", n, k, empty)
+        out = self._empty("Q8_0" if mode == "int8" else "Q4_1", n, k, empty=empty)
         step = max(LANES, (1 << 22) // k // LANES * LANES)
         for lo in range(0, n, step):
             self._fill(out, lo, quantize_rows(dense[lo : lo + step].float(), mode))
@@ -140,7 +140,7 @@ class Packer:
         k = w.c.k
         if k % BLOCK or w.c.kind == PackedKind.FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
-        out = self._empty("Q4_0", n, k, self.rounded.empty)
+        out = self._empty("Q4_0", n, k, empty=self.rounded.empty)
         self.lib.or_coarse(self.pool, w.c, out.c)
         return out.view(*w.shape)
 
@@ -151,7 +151,7 @@ class Packer:
             assert isinstance(rows, Tensor)
             return self.halves([dense(rows[order])])
         assert w.c.kind not in (PackedKind.PARTS, PackedKind.FILE), "rows of one kind only"
-        out = self._layout(w.c.kind, w.c.dtype, len(order), w.c.k)
+        out = self._layout(w.c.kind, w.c.dtype, len(order), k=w.c.k)
         rows = order.long().contiguous()
         self.lib.or_take(w.c, at(rows), out.c)
         return out
@@ -163,7 +163,7 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     k = parts[0].c.k
     array = (CWeight * len(parts))(*[p.c for p in parts])
     c = CWeight(PackedKind.PARTS, n, k, len(parts), at(array), None)
-    return PackedWeight((n, k), c, sum(p.nbytes for p in parts), (array, *parts))
+    return PackedWeight((n, k), c, sum(p.nbytes for p in parts), keep=(array, *parts))
 
 
 def in_file(part: Weight) -> PackedWeight:
@@ -172,12 +172,12 @@ def in_file(part: Weight) -> PackedWeight:
     blocks = part.tensors["blocks"]
     assert blocks.is_contiguous()
     c = CWeight(PackedKind.FILE, n, k, FILE_TYPES.index(part.format.name), at(blocks), None)
-    return PackedWeight((n, k), c, 0, (part,))
+    return PackedWeight((n, k), c, 0, keep=(part,))
 
 
 def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
     """Dense rows [N, K] in place; `nbytes`: their memory in addition to the file."""
-    return PackedWeight(tuple(rows.shape), dense_weight(rows), nbytes, (rows,))
+    return PackedWeight(tuple(rows.shape), dense_weight(rows), nbytes, keep=(rows,))
 
 
 def quantize_rows(dense: Tensor, mode: str) -> Weight:
@@ -186,12 +186,12 @@ def quantize_rows(dense: Tensor, mode: str) -> Weight:
     if mode == "int8":
         scale = (b.abs().amax(-1, keepdim=True) / 127).half()
         q = (b * _inverse(scale)).round_().clamp_(-127, 127).to(torch.int8)
-        return made("Q8_0", tuple(dense.shape), [scale], q)
+        return made("Q8_0", tuple(dense.shape), [scale], codes=q)
     low, high = b.aminmax(dim=-1, keepdim=True)
     scale = ((high - low) / 15).half()
     low = low.half()
     q = ((b - low.float()) * _inverse(scale)).round_().clamp_(0, 15).to(torch.uint8)
-    return made("Q4_1", tuple(dense.shape), [scale, low], q[..., :16] | (q[..., 16:] << 4))
+    return made("Q4_1", tuple(dense.shape), [scale, low], codes=q[..., :16] | (q[..., 16:] << 4))
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -43,12 +43,20 @@ class Target:
 
 
 TARGETS = {
-    "linux-x86_64": Target("linux", "x86_64", "x86_64-linux-gnu.2.17", ("amx", *X86_LEVELS), "manylinux_2_17_x86_64"),
-    "linux-aarch64": Target("linux", "aarch64", "aarch64-linux-gnu.2.17", ARM_LEVELS, "manylinux_2_17_aarch64"),
-    "macos-arm64": Target("darwin", "aarch64", "aarch64-macos.13.0", ARM_LEVELS[:2], "macosx_13_0_arm64"),
-    "macos-x86_64": Target("darwin", "x86_64", "x86_64-macos.13.0", X86_LEVELS[1:], "macosx_13_0_x86_64"),
-    "windows-x86_64": Target("win32", "x86_64", "x86_64-windows-gnu", X86_LEVELS, "win_amd64"),
-    "musl-x86_64": Target("linux", "x86_64", "x86_64-linux-musl", ("avx2",)),
+    "linux-x86_64": Target(
+        "linux", "x86_64", "x86_64-linux-gnu.2.17", levels=("amx", *X86_LEVELS), wheel_tag="manylinux_2_17_x86_64"
+    ),
+    "linux-aarch64": Target(
+        "linux", "aarch64", "aarch64-linux-gnu.2.17", levels=ARM_LEVELS, wheel_tag="manylinux_2_17_aarch64"
+    ),
+    "macos-arm64": Target(
+        "darwin", "aarch64", "aarch64-macos.13.0", levels=ARM_LEVELS[:2], wheel_tag="macosx_13_0_arm64"
+    ),
+    "macos-x86_64": Target(
+        "darwin", "x86_64", "x86_64-macos.13.0", levels=X86_LEVELS[1:], wheel_tag="macosx_13_0_x86_64"
+    ),
+    "windows-x86_64": Target("win32", "x86_64", "x86_64-windows-gnu", levels=X86_LEVELS, wheel_tag="win_amd64"),
+    "musl-x86_64": Target("linux", "x86_64", "x86_64-linux-musl", levels=("avx2",)),
 }
 CPUID = HERE.parents[1] / "platforms" / "cpuid.c"
 SYSTEM_LIBRARIES = {"win32": ["-lapi-ms-win-core-synch-l1-2-0"], "darwin": [], "linux": ["-lm", "-lpthread"]}
@@ -91,7 +99,7 @@ def compile_to(target: Target, level: str, folder: Path) -> Path:
         for unit, output in zip(UNITS, objects):
             subprocess.run(compile_command(target, level, unit, output, *ZIG_OPTIMISED.split(), "-w"), check=True)
         linked = str(Path(scratch, "kernels.so"))  # the linker puts an import library for Windows next to it
-        subprocess.run(link_command(target, level, objects, linked), check=True)
+        subprocess.run(link_command(target, level, objects, library=linked), check=True)
         shutil.move(linked, library)
     return library
 
