@@ -18,7 +18,7 @@ from tests.engines import request, run
 from tests.kv import build_kv
 from torch import Tensor
 
-from outrider.assemble import pick_drafter
+from outrider.assemble import drafter_names, pick_drafter
 from outrider.config import EngineConfig, LoadSettings, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import AllowedTokens
@@ -75,9 +75,8 @@ def engine(case: dict[str, Any], group: ProcessGroup, graphs: bool) -> Engine:
     cpu = torch.device("cpu")
     config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=group.tp)
     target = TextModel(config, weights, ops, group)
-    drafter, names, _ = pick_drafter(
-        hub.resolve(case["model"]), LoadSettings(drafter=case.get("drafter", "ngram")), target, torch.float32
-    )
+    load = LoadSettings(drafter=case.get("drafter", "ngram"))
+    drafter, _ = pick_drafter(hub.resolve(case["model"]), load, target, dtype=torch.float32)
     settings = EngineConfig(max_batch=4, max_context=256, page_size=8, prefill_chunk=16, graphs=graphs)
     return Engine(
         target,
@@ -85,7 +84,7 @@ def engine(case: dict[str, Any], group: ProcessGroup, graphs: bool) -> Engine:
         settings,
         SpecConfig(4),
         drafter,
-        Controller(CostTable(), names),
+        Controller(CostTable(), drafter_names(drafter, load)),
         KVOptions(ops.kv_dtype(torch.float32, "auto")),
     )
 

@@ -43,7 +43,7 @@ from .spec.block import BlockDrafter, load_block
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostTable, machine_name
 from .spec.draft_model import DraftModel
-from .spec.drafter import Drafter, DrafterPair
+from .spec.drafter import Drafter, DrafterOrigin, DrafterPair
 from .spec.mtp import MTPDrafter
 from .types import OutriderError
 from .weights import hub
@@ -157,7 +157,8 @@ def _assemble(model: str, settings: LoadSettings, say: Say, place: Place, agree:
     if settings.quantize is not None and settings.load_format == "auto":
         measured = f"`outrider inspect {model} --quantize {settings.quantize}` measures what that costs"
         say(f"weights rounded to {settings.quantize}: {measured}")
-    drafter, names, note = pick_drafter(files, settings, target, dtype=place.dtype, always=common_token_ids)
+    drafter, note = pick_drafter(files, settings, target, dtype=place.dtype, always=common_token_ids)
+    names = drafter_names(drafter, settings)
     say(note)
     tokenizer = None if loading_tokenizer is None else loading_tokenizer.result()
     if place.group is not None:
@@ -213,11 +214,21 @@ def load_target_model(files: Files, settings: LoadSettings, place: Place) -> tup
 
 def check_trained_adapter(drafter: Drafter | None, adapters: AdapterPool | None, say: Say) -> None:
     """Say so if the drafter was trained for an adapter that is not loaded."""
-    digest = (drafter.trained_for or "").partition("+")[2] if drafter is not None else ""
-    if adapters is not None and digest:
+    if drafter is None or adapters is None or drafter.origin.trained_for is None:
+        return
+    digest = drafter.origin.trained_for.partition("+")[2]
+    if digest:
         loaded = [adapters.get(name).digest.hex() for name in adapters.paths]
         if digest not in loaded:
             say("the drafter was trained for another adapter, so expect fewer accepted drafts")
+
+
+def drafter_names(drafter: Drafter | None, settings: LoadSettings) -> tuple[str, ...]:
+    """The names that the controller may choose from."""
+    if settings.drafter == "none":
+        return ()
+    members = drafter.members if drafter is not None else ()
+    return (*(member.name for member in members), "ngram")
 
 
 def acceptance_profiles(
@@ -247,8 +258,8 @@ def prefix_store_options(
     chunk = config.prefill_chunk or ops.capabilities.prompt_chunk
     cut = "" if ops.capabilities.prompts_independent else f"chunk {chunk}"
     identity = f"{content} {place.dtype} {kernels} {settings.quantize} kv {kv_dtype} {config.page_size} {cut}"
-    if drafter is not None and drafter.content:
-        identity += f" {drafter.content}"
+    if drafter is not None and drafter.origin.content:
+        identity += f" {drafter.origin.content}"
     folder = Path(os.path.expanduser(config.prefix_store))
     return PrefixStoreOptions(folder, max_bytes=int(config.prefix_store_size * 2**30), identity=identity)
 
@@ -256,6 +267,9 @@ def prefix_store_options(
 def cost_key(model: str, settings: LoadSettings, place: Place, drafter: Drafter | None, max_batch: int) -> str:
     """The key of measured costs, as JSON: if any part of it changes, costs are measured again."""
     members = drafter.members if drafter is not None else ()
+    drafters = [
+        {"kind": one.name, "source": one.origin.source, "trained_for": one.origin.trained_for} for one in members
+    ]
     return json.dumps(
         {
             "machine": machine_name(place.card, place.threads),
@@ -264,7 +278,7 @@ def cost_key(model: str, settings: LoadSettings, place: Place, drafter: Drafter 
             "ops": [place.ops.name, place.ops.version],
             "quantize": settings.quantize,
             "quantize_drafter": settings.quantize_drafter,
-            "drafters": [{"kind": one.name, "source": one.source, "trained_for": one.trained_for} for one in members],
+            "drafters": drafters,
             "max_batch": max_batch,
             "kv_dtype": settings.engine.kv_dtype,
             "processes": 1 if place.group is None else place.group.tp.world,
@@ -328,104 +342,157 @@ def load_adapters(target: TextModel, settings: LoadSettings, say: Say) -> Adapte
 
 
 def pick_drafter(
-    model: Files, settings: LoadSettings, target: TextModel, dtype: torch.dtype, always: TokenIds = tuple
-) -> tuple[Drafter | None, tuple[str, ...], str]:
-    """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always:
-    tokens that a draft model scores whatever their index in the vocabulary."""
-    paths = [str(path) for path in settings.adapters.values()]
-
-    def pick(drafter: str) -> tuple[Drafter | None, str]:
-        if drafter == "none":
-            return None, "drafter: none (plain decoding)"
-        if drafter == "ngram":
-            return None, "drafter: ngram (suffix matches in prompt and answer)"
-        where, note = hub.auto_drafter(model, paths) if drafter == "auto" else (drafter, "as asked")
-        if where is None:
-            return None, f"drafter: ngram ({note})"
-        try:
-            loaded, note = _load_drafter(
-                model, where, note, target=target, dtype=dtype, settings=settings, always=always
-            )
-            loaded.source = where
-            return loaded, note
-        except OutriderError as error:
-            if drafter != "auto":
-                named = "/" in drafter or Path(drafter).exists()
-                kinds = "" if named else " (a drafter may also be auto, none, ngram or draft:MODEL)"
-                raise OutriderError(f"{error}{kinds}") from None
-            return None, f"drafter: ngram ({where} cannot be used: {error})"
-
-    picks = [pick(one) for one in settings.drafters]
-    networks = [(drafter, note) for drafter, note in picks if drafter is not None]
-    drafter, note = networks[0] if networks else picks[0]
+    model: Files, settings: LoadSettings, target: TextModel, *, dtype: torch.dtype, always: TokenIds = tuple
+) -> PickedDrafter:
+    """The drafter that the settings name. always: tokens that a draft model scores whatever their index in the
+    vocabulary."""
+    loader = DrafterLoader(model, settings, target, dtype=dtype, always=always)
+    picks = [loader.pick(name) for name in settings.drafters]
+    networks = [pick for pick in picks if pick.drafter is not None]
+    drafter = networks[0].drafter if networks else None
+    note = networks[0].note if networks else picks[0].note
     if len(networks) == 2:
-        (first, note), (second, second_note) = networks
-        drafter = DrafterPair(first, second)
-        note += f" and {second_note.removeprefix('drafter: ')}"
+        first, second = networks
+        assert first.drafter is not None and second.drafter is not None
+        drafter = DrafterPair(first.drafter, second.drafter)
+        note = f"{first.note} and {second.note.removeprefix('drafter: ')}"
     members = drafter.members if drafter is not None else ()
-    if settings.quantize_drafter is not None and not any(isinstance(member, BlockDrafter) for member in members):
+    if settings.quantize_drafter is not None and not any(member.kv_specs for member in members):
         raise OutriderError(f"--quantize-drafter rounds a block drafter (DFlash, DSpark, EAGLE-3); {note}")
-    names = () if settings.drafter == "none" else (*(member.name for member in members), "ngram")
-    return drafter, names, note
+    return PickedDrafter(drafter, note)
 
 
-def _load_drafter(
-    model: Files, where: str, note: str, target: TextModel, dtype: torch.dtype, settings: LoadSettings, always: TokenIds
-) -> tuple[Drafter, str]:
-    ops = target.ops
-    device = target.device
-    load_format = settings.load_format
-    seed = settings.seed
-    if where.startswith("draft:"):
-        name = where[6:]
-        counts = [0, 0]
+class PickedDrafter(NamedTuple):
+    drafter: Drafter | None  # None: no network drafts
+    note: str  # a line for the user: which drafter is used, and why
+
+
+@dataclass(frozen=True)
+class DrafterLoader:
+    """Loads drafters for one target."""
+
+    model: Files
+    settings: LoadSettings
+    target: TextModel
+    dtype: torch.dtype
+    always: TokenIds  # tokens that a draft model scores whatever their index in the vocabulary
+
+    def pick(self, name: str) -> PickedDrafter:
+        """name: as `LoadSettings.drafter` has it."""
+        if name == "none":
+            return PickedDrafter(None, "drafter: none (plain decoding)")
+        if name == "ngram":
+            return PickedDrafter(None, "drafter: ngram (suffix matches in prompt and answer)")
+        where: str | None = name
+        reason = "as asked"
+        if name == "auto":
+            where, reason = hub.auto_drafter(self.model, [str(path) for path in self.settings.adapters.values()])
+        if where is None:
+            return PickedDrafter(None, f"drafter: ngram ({reason})")
+        try:
+            return self.load(where, reason)
+        except OutriderError as error:
+            if name == "auto":
+                return PickedDrafter(None, f"drafter: ngram ({where} cannot be used: {error})")
+            is_path = "/" in name or Path(name).exists()
+            kinds = "" if is_path else " (a drafter may also be auto, none, ngram or draft:MODEL)"
+            raise OutriderError(f"{error}{kinds}") from None
+
+    def load(self, where: str, reason: str) -> PickedDrafter:
+        """The drafter of a checkpoint, whatever its kind: a name or a path, or draft:MODEL."""
+        if where.startswith("draft:"):
+            return self._draft_model(where, reason)
+        files = hub.resolve(where, kind="drafter", weights=self.settings.load_format == "auto")
+        if files.config.get("model_type") == "medusa":
+            kinds = "a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
+            raise OutriderError(f"{where} has Medusa heads; {kinds}")
+        return self._block(files, where, reason) if is_block(files.config) else self._mtp(files, where, reason)
+
+    def _draft_model(self, where: str, reason: str) -> PickedDrafter:
+        ops = self.target.ops
+        name = where.removeprefix("draft:")
+        rounded_names: list[str] = []
 
         def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
             """A draft need not be exact: quantised, but for the embedding, of which a step reads one row."""
             rounded = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
-            counts[rounded is weight] += 1
+            if rounded is not weight:
+                rounded_names.append(part)
             return rounded
 
-        vocab = check_draft_model(model, hub.resolve(name, weights=False))
-        small_config, small_weights, _ = load_target(
-            name, device, dtype, ops=ops, load_format=load_format, seed=seed, keep=cheaper
+        vocab = check_draft_model(self.model, hub.resolve(name, weights=False))
+        config, weights, _ = load_target(
+            name,
+            self.target.device,
+            self.dtype,
+            ops=ops,
+            load_format=self.settings.load_format,
+            seed=self.settings.seed,
+            keep=cheaper,
         )
-        padded = vocab < small_config.vocab_size
-        lists = ops.capabilities.shortlists
-        listed = draft_model.shortlist(vocab, always(), padded) if lists else None
-        how = ["its weights rounded to 4 bits"] if counts[0] else []
-        how += [f"{len(listed):,} of {small_config.vocab_size:,} tokens scored"] if listed is not None else []
-        compiled = ops.compile(TextModel(small_config, small_weights, ops))
-        small = DraftModel(compiled, listed, target.config.vocab_size)
-        return small, f"drafter: draft model {name} ({'; '.join([note, *how])})"
-    files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
-    kinds = "a drafter is an MTP, DFlash, DSpark or EAGLE-3 one, or draft:MODEL"
-    if files.config.get("model_type") == "medusa":
-        raise OutriderError(f"{where} has Medusa heads; {kinds}")
-    if is_block(files.config):
+        listed = None
+        if ops.capabilities.shortlists:
+            listed = draft_model.shortlist(vocab, self.always(), padded=vocab < config.vocab_size)
+        details = [reason]
+        if rounded_names:
+            details.append("its weights rounded to 4 bits")
+        if listed is not None:
+            details.append(f"{len(listed):,} of {config.vocab_size:,} tokens scored")
+        drafter = DraftModel(
+            ops.compile(TextModel(config, weights, ops)),
+            listed,
+            self.target.config.vocab_size,
+            origin=DrafterOrigin(where),
+        )
+        return PickedDrafter(drafter, f"drafter: draft model {name} ({'; '.join(details)})")
+
+    def _block(self, files: Files, where: str, reason: str) -> PickedDrafter:
+        settings = self.settings
         mode = settings.quantize_drafter or settings.quantize
-        note += f"; weights rounded to {mode}" if mode is not None else ""
-        block = load_block(files, target, dtype, load_format=load_format, seed=seed, quantize=mode)
-        block_drafter = BlockDrafter(block)
-        if load_format == "auto":
-            block_drafter.profile = cards.read(Path(files.path), fingerprint(files)) or block_drafter.profile
-            block_drafter.content = f"{fingerprint(files)} {mode}"
-        return block_drafter, f"drafter: {block_drafter.name} {where} ({note})"
-    tp = target.together.tp
-    rounded = ops.capabilities.draft_format
-    config, weights = load_drafter(
-        files, device, dtype, ops=ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp
-    )
-    reason = config.misfit(target.config)
-    if reason is not None:
-        raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
-    net = MTPNet(config, weights, ops, target=target)
-    drafter = MTPDrafter(ops.compile_drafter(net) if tp.world == 1 else net, target)
-    if load_format == "auto":
-        drafter.profile = cards.read(Path(files.path), fingerprint(files))
-        warning = other_weights(model.name, where, config.target_hash, is_now=fingerprint(model))
-        note += f"; {warning}" if warning is not None else ""
-    return drafter, f"drafter: mtp {where} ({note})"
+        block = load_block(
+            files, self.target, self.dtype, load_format=settings.load_format, seed=settings.seed, quantize=mode
+        )
+        origin = DrafterOrigin(where)
+        profile = None
+        if settings.load_format == "auto":
+            origin = DrafterOrigin(where, content=f"{fingerprint(files)} {mode}")
+            profile = cards.read(Path(files.path), fingerprint(files))
+        drafter = BlockDrafter(block, origin=origin, profile=profile)
+        rounded = "" if mode is None else f"; weights rounded to {mode}"
+        return PickedDrafter(drafter, f"drafter: {drafter.name} {where} ({reason}{rounded})")
+
+    def _mtp(self, files: Files, where: str, reason: str) -> PickedDrafter:
+        settings = self.settings
+        target = self.target
+        ops = target.ops
+        tp = target.together.tp
+        config, weights = load_drafter(
+            files,
+            target.device,
+            self.dtype,
+            ops=ops,
+            quantize=ops.capabilities.draft_format,
+            load_format=settings.load_format,
+            seed=settings.seed,
+            tp=tp,
+        )
+        misfit = config.misfit(target.config)
+        if misfit is not None:
+            raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {misfit}")
+        net = MTPNet(config, weights, ops, target=target)
+        profile = None
+        warning = None
+        if settings.load_format == "auto":
+            profile = cards.read(Path(files.path), fingerprint(files))
+            warning = other_weights(self.model.name, where, config.target_hash, is_now=fingerprint(self.model))
+        drafter = MTPDrafter(
+            ops.compile_drafter(net) if tp.world == 1 else net,
+            target,
+            origin=DrafterOrigin(where, trained_for=config.target_hash),
+            profile=profile,
+        )
+        warned = "" if warning is None else f"; {warning}"
+        return PickedDrafter(drafter, f"drafter: mtp {where} ({reason}{warned})")
 
 
 def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:

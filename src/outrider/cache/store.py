@@ -71,7 +71,7 @@ class CacheSpec:
     window_tokens: int | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class SeqCache:
     """One sequence's share of the cache."""
 
@@ -141,7 +141,7 @@ class KVStore:
         self._width = width
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
-        self._live: dict[int, SeqCache] = {}
+        self._open: set[SeqCache] = set()  # of the sequences that have a slot
         self.disk: PrefixStore | None = None  # prefixes that survive a restart
 
     def take_ahead(self) -> None:
@@ -184,7 +184,7 @@ class KVStore:
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
         self.place(seq.slot, True, {name: (0, pages.pages) for name, pages in seq.pages.items()})
-        self._live[seq.slot] = seq
+        self._open.add(seq)
         return seq, hit
 
     def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
@@ -294,7 +294,7 @@ class KVStore:
     def close(self, seq: SeqCache) -> None:
         for name, group in self.groups.items():
             group.free(seq.pages[name])
-        del self._live[seq.slot]
+        self._open.remove(seq)
         self._free_slots.append(seq.slot)
 
     # ---- what a forward pass sees -----------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ class KVStore:
         self.flush()
         self.prefix.check()
         for name, group in self.groups.items():
-            group.pool.check([s.pages[name].held() for s in self._live.values()] + [self.prefix.held(name)])
-            for seq in self._live.values():
+            group.pool.check([s.pages[name].held() for s in self._open] + [self.prefix.held(name)])
+            for seq in self._open:
                 first = seq.pages[name].first
                 pages = seq.pages[name].pages
                 row = self.tables[name][seq.slot, first : len(pages)].tolist()
                 if row != pages[first:]:
                     raise AssertionError(f"{name} table of slot {seq.slot} from page {first} on: {row}, not {pages}")
-        if len(self._live) + len(self._free_slots) != self.spec.slots:
+        if len(self._open) + len(self._free_slots) != self.spec.slots:
             raise AssertionError("slots leak")

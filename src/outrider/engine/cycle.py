@@ -26,11 +26,12 @@ from ..types import Draft, KVPages, KVView, Verdict
 class Rows:
     """The ragged layout of one verify pass; a function of the K of each sequence."""
 
+    ks: tuple[int, ...]  # the K of each sequence
     k: int  # the largest K
     seq: Tensor  # int64 [R] which sequence a row belongs to
     offset: Tensor  # int64 [R] 0: the newest token; j: the j-th drafted one
     start: Tensor  # int32 [B + 1]
-    limit: Tensor  # int64 [B] the K of each sequence
+    limit: Tensor  # int64 [B] `ks` on the device
     even: bool  # all the same K: rows are a grid, and no gathering is needed
 
     @staticmethod
@@ -38,7 +39,8 @@ class Rows:
         offsets, owners, starts = ragged([(0, k + 1) for k in ks])
         seq, offset, limit = (torch.tensor(values, device=device) for values in (owners, offsets, ks))
         start = torch.tensor(starts, dtype=torch.int32, device=device)
-        return Rows(max(ks), seq, offset, start=start, limit=limit, even=len(set(ks)) == 1)
+        even = len(set(ks)) == 1
+        return Rows(ks=ks, k=max(ks), seq=seq, offset=offset, start=start, limit=limit, even=even)
 
     def flat(self, grid: Tensor) -> Tensor:
         """[B, K + 1] -> [R]"""

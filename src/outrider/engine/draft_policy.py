@@ -36,7 +36,6 @@ class DraftPolicy:
         other bits in a tree (the backend says). Trees that were not requested must be fast (the executor says) and pay:
         on a CPU only where tokens are drawn (docs/drafting.md); on a GPU rows cost little."""
         request = seq.request
-        params = seq.request.params
         seq.controller_state = self.controller.new_state()
         seq.draft_track = self.drafter.new_track(seq.id) if self.drafter is not None else None
         spec = self.spec
@@ -48,21 +47,25 @@ class DraftPolicy:
         seq.drafts_from_hidden = from_hidden and bool(seq.offered) and seq.draft_tokens != 0
         nodes = request.tree if request.tree is not None else spec.tree
         if nodes is None:
-            pays = not params.processed if self.graphs else params.temperature_only and params.temperature >= GREEDY_EPS
-            auto = seq.draft_tokens is None and self.trees and pays and not (self.graphs and seq.adapter)
-            nodes = MAX_DRAFT if auto else 0
+            nodes = MAX_DRAFT if self._trees_pay(seq) else 0
         seq.tree_nodes = nodes if self.can.trees and request.drafter != "ngram" else 0
+
+    def _trees_pay(self, seq: Sequence) -> bool:
+        """True if trees are drafted for a request that did not ask for them."""
+        params = seq.request.params
+        if seq.draft_tokens is not None or not self.trees:
+            return False
+        if self.graphs:
+            return seq.adapter is None and not params.processed
+        return params.temperature_only and params.temperature >= GREEDY_EPS
 
     def choose(self, ready: list[Sequence]) -> tuple[list[DraftPlan], CyclePlan | None]:
         """Drafter and K of each decoding sequence: the requested K, else the controller's, with its proposal, which
         `commit` books if the step runs. Nothing changes a K after this."""
         widest = self.can.widest(len(ready), self.graphs)
-        plans: list[DraftPlan] = []
-        for seq in ready:
-            if seq.draft_tokens is None and self.controller.drafters:
-                return self._choose(ready, widest)
-            plans.append(self._fixed(seq, widest) if seq.draft_tokens else NO_DRAFT)
-        return plans, None
+        if self.controller.drafters and any([seq.draft_tokens is None for seq in ready]):
+            return self._choose(ready, widest)
+        return [self._fixed(seq, widest) if seq.draft_tokens else NO_DRAFT for seq in ready], None
 
     def commit(self, cycle: CyclePlan) -> None:
         self.controller.commit(cycle)
@@ -79,6 +82,12 @@ class DraftPolicy:
             plans = cycle.plans
         chosen = [plan if seq.draft_tokens is None else self._fixed(seq, widest) for plan, seq in zip(plans, ready)]
         return chosen, cycle
+
+    def host_draft(self, seq: Sequence, plan: DraftPlan) -> abc.Sequence[int] | None:
+        """The tokens that the host proposes, and as many more as a step in flight may add; None: a network drafts."""
+        if plan.drafter != "ngram" or seq.ngram is None:
+            return None
+        return seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
 
     def positions(self, plan: DraftPlan) -> int:
         """Positions from the newest token on that a draft needs pages for."""
@@ -110,9 +119,12 @@ class DraftPolicy:
                 fixed=True,
                 adapter=adapter,
             )
-        most = self._max_draft_len(seq, widest)
-        offers = {name: self._offer(seq, name, most) for name in self.controller.drafters}
-        offers = {name: k for name, k in offers.items() if k > 0}
+        max_k = self._max_draft_len(seq, widest)
+        offers: dict[str, int] = {}
+        for name in self.controller.drafters:
+            k = self._offer(seq, name, max_k)
+            if k > 0:
+                offers[name] = k
         match = seq.ngram.match() if seq.ngram is not None and "ngram" in offers else 0
         unread = self.drafter.unread(seq.draft_track, seq.tokens) if self.drafter is not None else 0
         return DraftContext(
@@ -134,9 +146,9 @@ class DraftPolicy:
         return {name: self.controller.trust(name, adapter) for name in names}
 
     def _fixed(self, seq: Sequence, widest: int) -> DraftPlan:
-        most = min(seq.draft_tokens or 0, self._max_draft_len(seq, widest))
+        max_k = min(seq.draft_tokens or 0, self._max_draft_len(seq, widest))
         for name in self.controller.drafters:
-            k = self._offer(seq, name, most)
+            k = self._offer(seq, name, max_k)
             if k > 0:
                 nodes = self._nodes(seq, widest) if name != "ngram" else 0
                 return DraftPlan(name, k, nodes=nodes if nodes > 1 else 0)
@@ -146,17 +158,17 @@ class DraftPolicy:
         """Maximum tokens of a tree now; 0: chains."""
         return max(0, min(seq.tree_nodes, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
-    def _offer(self, seq: Sequence, name: str, most: int) -> int:
-        """How many tokens, up to the given maximum, this drafter could draft for this sequence now."""
-        if most <= 0:
+    def _offer(self, seq: Sequence, name: str, max_k: int) -> int:
+        """The number of tokens, up to the given maximum, that this drafter could draft for this sequence now."""
+        if max_k <= 0:
             return 0
         if name == "ngram":
-            return most if seq.ngram is not None and seq.ngram.match() else 0
+            return max_k if seq.ngram is not None and seq.ngram.match() > 0 else 0
         if not seq.has_features or name in seq.failed_drafters:
             return 0
         if name in self.block_rows and len(seq.tokens) + self.block_rows[name] - 1 > self.max_context:
             return 0  # a block would be written beyond the context
-        return min(most, seq.offered.get(name, 0))
+        return min(max_k, seq.offered.get(name, 0))
 
     def copies(self, request: Request) -> bool:
         """May n-gram copies be drafted? They are only as new as the tokens the host has read, so next to a network

@@ -15,11 +15,11 @@ from ..ops.decode_io import UNKNOWN, DecodeOutputs
 from ..ops.trees import TreeRows
 from ..spec.plan import VERIFY, CostPart
 from ..types import Draft, DraftTree, Matcher, Verdict
-from .cycle import Rows, cycle
+from .cycle import CycleInput, Rows, cycle
 from .drafting import Drafting, confidences
 from .grammar import unpacked
 from .model_runner import ModelRunner
-from .step import Executor, PendingStep, Plan, Sequence, StepBatch
+from .step import DecodeRows, Executor, PendingStep, Plan, Sequence, StepBatch, Trust
 from .step_io import mean_context, mean_drafted
 
 
@@ -64,57 +64,72 @@ class EagerExecutor(Executor):
 
     @torch.inference_mode()
     def _run(self, batch: StepBatch) -> DecodeOutputs:
+        """Draft, run the cycle, and read its results, which is the only wait for the device."""
         runner = self.runner
         rows = batch.decode
         seqs = [row.seq for row in rows]
         runner.catch_up(seqs)
         x = self.drafting.cycle_input(rows, runner.sampling(seqs))
-        draft = None
-        ks = [row.plan.k for row in rows]
-        widths = tuple(row.plan.max_drafted for row in rows)
-        if x.rows.k:
-            draft = self.drafting.propose(rows, x, batch.trust)
-            # on a CPU reading the lengths is free, and the host builds trees anyway: verify no more rows than
-            # were drafted
-            if runner.device.type == "cpu" or draft.trees is not None or any(row.plan.nodes for row in rows):
-                ks = draft.lengths.tolist()
-                widths = tuple(ks)
-                x.rows = self.drafting.rows_of(widths)
-                sure = None if draft.confidence is None else draft.confidence[:, : x.rows.k]
-                draft = replace(draft, tokens=draft.tokens[:, : x.rows.k], confidence=sure)
+        draft = self._draft(rows, x, batch.trust) if x.rows.k > 0 else None
+        ks = x.rows.ks
         parents: list[abc.Sequence[int]] = [range(k) for k in ks]  # of chains
         if draft is not None and draft.trees is not None:
             trees = [DraftTree(tree.tokens[:k], tree.parents[:k]) for tree, k in zip(draft.trees, ks)]
             x.tree = TreeRows.of(trees, draft.tokens)
             parents = [tree.parents for tree in trees]
-        if any(s.answer.matcher for s in seqs):
-            x.masks = partial(self._masks, [s.answer.matcher for s in seqs], parents)
+        matchers = [seq.answer.matcher for seq in seqs]
+        if any(matchers):
+            x.masks = partial(self._masks, matchers, parents)
         runner.store.flush()
         pages = runner.store.pages_of(x.slots, x.max_context)
-        model = runner.model_for([s.adapter for s in seqs], [k + 1 for k in widths])
-        out = cycle(model, pages, draft if x.rows.k else None, drafter=runner.drafter, x=x)
+        model = runner.model_for([seq.adapter for seq in seqs], [k + 1 for k in ks])
+        out = cycle(model, pages, draft if x.rows.k > 0 else None, drafter=runner.drafter, x=x)
         runner.features.index_copy_(0, x.slots, out.features)
         if runner.drafter is not None and runner.drafter.kv_specs:
             runner.extend(seqs, out.streams, out.kv, following=out.following)
         runner.slot_sampling.commit(x.sampling, x.slots, out.verdict.tokens, counts=out.verdict.counts)
-        # the only host sync of a cycle
         outputs = DecodeOutputs(
             tokens=out.verdict.tokens.cpu().numpy(),
             num_tokens=out.verdict.counts.cpu().numpy(),
             num_drafted=np.array(ks),
             logprobs=self._logprobs(seqs, x.rows, out.logits, verdict=out.verdict),
         )
-        if draft is not None and x.rows.k > 0:
+        if draft is not None:
+            self._write_draft(outputs, rows, draft, path=out.verdict.rows, parents=parents)
+        return outputs
+
+    def _draft(self, rows: DecodeRows, x: CycleInput, trust: Trust) -> Draft:
+        """The drafts of a step. If their lengths are known on the host, `x` has no more rows than were drafted: on a
+        CPU, where reading them is free, and with trees, which the host builds."""
+        draft = self.drafting.propose(rows, x, trust)
+        has_trees = draft.trees is not None or any(row.plan.nodes > 0 for row in rows)
+        if self.runner.device.type != "cpu" and not has_trees:
+            return draft
+        x.rows = self.drafting.rows_of(tuple(draft.lengths.tolist()))
+        confidence = None if draft.confidence is None else draft.confidence[:, : x.rows.k]
+        return replace(draft, tokens=draft.tokens[:, : x.rows.k], confidence=confidence)
+
+    def _write_draft(
+        self,
+        outputs: DecodeOutputs,
+        rows: DecodeRows,
+        draft: Draft,
+        *,
+        path: Tensor | None,
+        parents: abc.Sequence[abc.Sequence[int]],
+    ) -> None:
+        """Add the draft to the outputs. path: of a tree, as `Verdict.rows` has it."""
+        num_drafted: list[int] = outputs.num_drafted.tolist()
+        if max(num_drafted) > 0:
             outputs.draft = draft.tokens.cpu().numpy()
-            if out.verdict.rows is not None:
+            if path is not None:
                 outputs.is_tree = np.ones(len(rows), np.bool_)
-                outputs.path = out.verdict.rows[:, 1:].cpu().numpy()
+                outputs.path = path[:, 1:].cpu().numpy()
                 outputs.parents = padded_rows(parents, outputs.draft.shape[1])
-        if draft is not None and draft.confidence is not None:
+        if draft.confidence is not None:
             outputs.confidence = draft.confidence.cpu().numpy()
             known = [row.needs_draft for row in rows]  # other drafts have none
-            outputs.num_confidences = count_confidences(outputs.confidence, ks, known)
-        return outputs
+            outputs.num_confidences = count_confidences(outputs.confidence, num_drafted, known)
 
     def _masks(
         self, matchers: abc.Sequence[Matcher | None], parents: abc.Sequence[abc.Sequence[int]], drafts: Tensor

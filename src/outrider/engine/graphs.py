@@ -15,7 +15,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ CAPTURING = "capturing steps and passes"
 COMPILED_S = 2.0  # seconds of compiling ahead from which kernels were not on disk
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
 NODES = 7, TIMED
-TOGETHER = 8  # maximum sequences of a step with trees
+MAX_TREE_SEQUENCES = 8  # of a step with trees
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -61,6 +61,21 @@ class CapturedGraph:
     hosts: list[HostOutput]  # two copies of it, used in turn: one is read while the next step fills the other
 
 
+class BatchFeatures(NamedTuple):
+    """The sampling features of a batch, which stay the same until the batch changes."""
+
+    seqs: list[Sequence]
+    choosing: Choosing
+    asks: SamplingFeatures
+
+
+class StandIn(NamedTuple):
+    """The graph that steps of some key run in, and the number of such steps so far."""
+
+    key: Key
+    num_steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class GraphPlan(Plan):
     """The graph that a step runs in; None: it has prompts only."""
@@ -78,8 +93,10 @@ def choosing_of(params: abc.Sequence[SamplingParams]) -> Choosing:
         return "sampled" if sampled else "greedy"
     if any(p.top_p < 1.0 and not p.top_k for p in filtered):
         return "sort"
-    most = max(p.top_k for p in filtered)
-    return "head 64" if most <= 64 else "head 1024" if most <= 1024 else "sort"
+    max_k = max(p.top_k for p in filtered)
+    if max_k <= 64:
+        return "head 64"
+    return "head 1024" if max_k <= 1024 else "sort"
 
 
 def bound_of(positions: int) -> int:
@@ -119,11 +136,7 @@ class GraphExecutor(Executor):
         self.prefill_graphs = PrefillGraphs(runner, pass_rows, packed_rows, pool=pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._uploaded: dict[str, tuple[object, ...]] = {}
-        self._known: tuple[list[Sequence], Choosing, SamplingFeatures] = (
-            [],
-            "greedy",
-            NO_FEATURES,
-        )  # of the last batch
+        self._last_batch = BatchFeatures([], "greedy", NO_FEATURES)
         self._furthest = self.prefill_graphs.furthest - MAX_DRAFT - 1
         self._limits = graph_dispatch.GraphLimits(
             batch=min(capabilities.bucket(self.idle), capabilities.graph_batches[-1]),
@@ -135,13 +148,15 @@ class GraphExecutor(Executor):
         self.widths = tuple(sorted({*capabilities.graph_widths, *longest}))  # K of the graphs
         self._max_k = max(longest)  # of a drafter's chains
         self.names = tuple(member.name for member in members) if len(members) > 1 else (None,)  # as in `Key.drafter`
-        drafted = (next(w for w in self.widths if w >= k) for k in widths)
-        self._widths = tuple(k for k in drafted if not k or drafter is not None)
+        served = [next(width for width in self.widths if width >= k) for k in widths]
+        self._widths = tuple(k for k in served if k == 0 or drafter is not None)
         self._advised = choosing_of([advised])
         self._preparing = False  # this capture is optional: a failure is ignored
-        self._slots_version = self._sampling_version = 0  # of adapters' and of sampling's tensors that graphs read
+        # versions of the tensors that graphs read: of adapters, and of sampling
+        self._slots_version = 0
+        self._sampling_version = 0
         self.fixed = False  # requests are being served: capture only if no graph fits
-        self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and the number of such steps
+        self._stand_ins: dict[Key, StandIn] = {}
 
     # ---- planning: which graph, captured if there is none
     def supports(self, features: StepFeatures) -> bool:
@@ -180,16 +195,20 @@ class GraphExecutor(Executor):
         return True
 
     def _stand_in(self, wanted: Key) -> Key:
-        stand_in, count = self._instead.get(wanted, (None, 0))
-        if stand_in is None or (count == graph_dispatch.OFTEN and graph_dispatch.oversized(stand_in, wanted)):
-            max_k = MAX_DRAFT if wanted.source == "host" else self._max_k
-            padded = graph_dispatch.padded(wanted, self._limits, max_k)
-            if stand_in is None:
-                stand_in = graph_dispatch.stand_in(self.cache.graphs, wanted) or self._spare(padded) or wanted
-            else:
-                stand_in = self._spare(replace(wanted, context=padded.context)) or stand_in
-        self._instead[wanted] = (stand_in, count + 1)
-        return stand_in
+        """The graph that a step of this key runs in while requests are served."""
+        earlier = self._stand_ins.get(wanted)
+        max_k = MAX_DRAFT if wanted.source == "host" else self._max_k
+        if earlier is None:
+            key = graph_dispatch.stand_in(self.cache.graphs, wanted)
+            key = key or self._spare(graph_dispatch.padded(wanted, self._limits, max_k)) or wanted
+            num_steps = 0
+        else:
+            key, num_steps = earlier
+            if num_steps == graph_dispatch.OFTEN and graph_dispatch.oversized(key, wanted):
+                padded = graph_dispatch.padded(wanted, self._limits, max_k)
+                key = self._spare(replace(wanted, context=padded.context)) or key
+        self._stand_ins[wanted] = StandIn(key, num_steps + 1)
+        return key
 
     def _spare(self, key: Key) -> Key | None:
         """This graph, captured now; None if that fails: it is optional."""
@@ -207,7 +226,9 @@ class GraphExecutor(Executor):
             return None  # a graph runs one drafter
         choosing, asks = self._asked([item.seq for item in scheduled])
         k = next(w for w in self.widths if w >= max(item.plan.k for item in scheduled))
-        source = None if not k else "drafted" if asks.grammar else self._source(scheduled)
+        source: DraftSource | None = None
+        if k > 0:
+            source = "drafted" if asks.grammar else self._source(scheduled)
         furthest = max(item.position + 1 + item.seq.num_inflight_tokens for item in scheduled)
         nodes = self._nodes(scheduled, k, furthest) if source == "drafter" and asks == NO_FEATURES else 0
         # A server may run chains in a graph of more drafted tokens, which writes K/V of as many positions.
@@ -244,14 +265,15 @@ class GraphExecutor(Executor):
             return 0
         drafter = self.drafter.member(self._named(scheduled))
         nodes = min(max((n for n in NODES if n <= max_nodes), default=0), drafter.max_nodes(depth))
-        return nodes if nodes > depth and len(scheduled) <= TOGETHER else 0
+        return nodes if nodes > depth and len(scheduled) <= MAX_TREE_SEQUENCES else 0
 
     def _asked(self, seqs: list[Sequence]) -> tuple[Choosing, SamplingFeatures]:
-        """The sampling features of these sequences. Cached until the batch changes."""
-        if self._known[0] != seqs:
+        """The sampling features of these sequences."""
+        if self._last_batch.seqs != seqs:
             params = [seq.request.params for seq in seqs]
-            self._known = (seqs, choosing_of(params), SamplingFeatures.of(params, len(self.runner.eos)))
-        return self._known[1:]
+            asks = SamplingFeatures.of(params, len(self.runner.eos))
+            self._last_batch = BatchFeatures(seqs, choosing_of(params), asks)
+        return self._last_batch.choosing, self._last_batch.asks
 
     @staticmethod
     def _source(scheduled: DecodeRows) -> DraftSource:
@@ -374,7 +396,7 @@ class GraphExecutor(Executor):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
         self.cache.graphs = {key: graph for key, graph in self.cache.graphs.items() if keep(key)}
-        self._instead.clear()
+        self._stand_ins.clear()
 
     def _mask(self, scheduled: DecodeRows, key: Key, draft: CapturedGraph | None) -> None:
         """The grammars' masks after each drafted token; the drafts come first, from a graph or from the host."""
@@ -405,8 +427,12 @@ class GraphExecutor(Executor):
         if key.asks != NO_FEATURES:
             self.runner.batch_sampling = None
         if fresh:
-            rows = [(item.slot, item.seq.tokens[-1], item.position) for item in fresh]
-            where, last, position = upload([*zip(*rows)], torch.int64, self.device)
+            columns = (
+                [item.slot for item in fresh],
+                [item.seq.tokens[-1] for item in fresh],
+                [item.position for item in fresh],
+            )
+            where, last, position = upload(columns, torch.int64, self.device)
             self.state.last.index_copy_(0, where, last)
             self.state.position.index_copy_(0, where, position)
         fill = key.batch - len(scheduled)
@@ -421,8 +447,8 @@ class GraphExecutor(Executor):
         if key.source in ("host", "both"):
             self._put("by_host", inputs.by_host, [item.host_draft is not None for item in scheduled] + [False] * fill)
             self._put("base", inputs.base, [item.position for item in scheduled] + [0] * fill)
-            lines = [([*(item.host_draft or ()), *[0] * HOST_DRAFT])[:HOST_DRAFT] for item in scheduled]
-            inputs.guesses[: len(scheduled)].copy_(upload(lines, torch.int64, self.device))
+            guesses = [[*(item.host_draft or ()), *[0] * HOST_DRAFT][:HOST_DRAFT] for item in scheduled]
+            inputs.guesses[: len(scheduled)].copy_(upload(guesses, torch.int64, self.device))
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool] | list[tuple[int, int, int]]) -> None:
         """Upload one value per batch row, unless the device's values begin with these already."""
@@ -496,7 +522,11 @@ class GraphExecutor(Executor):
         name = part.drafter if len(self.names) > 1 else None
         nodes = min(TIMED, self.drafter.member(name).max_nodes(width)) if tree and self.drafter is not None else 0
         what: Literal["cycle", "draft"] = "cycle" if part == VERIFY or tree else "draft"
-        source: DraftSource | None = "drafter" if what == "draft" or tree else "host" if width else None
+        source: DraftSource | None = None
+        if what == "draft" or tree:
+            source = "drafter"
+        elif width > 0:
+            source = "host"
         bound = bound_of(context + max(width, nodes) + 1)
         captured = self.capture(
             Key(rows, width, bound, choosing="greedy", source=source, part=what, nodes=nodes, drafter=name)

@@ -12,7 +12,7 @@ would count twice is booked by `commit_plan` alone.
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..types import DraftPlan
@@ -85,16 +85,7 @@ class Scheduler:
         if self.waiting:
             self._admit()
         absent = self._absent()
-        ready: list[Sequence] = []
-        for seq in self.running:
-            if seq.request.client in absent:
-                continue
-            size = len(seq.tokens)
-            ahead = seq.num_inflight_tokens
-            # the step in flight may end it or fill its context: it is not planned until that is known
-            over = ahead and (size + 1 >= seq.max_total_tokens or size + ahead >= self.max_context)
-            if seq.computed == size - 1 and not seq.paused and not over:
-                ready.append(seq)
+        ready = self._ready(absent)
         cycle = None
         if ready:
             plans, cycle = self.draft_policy.choose(ready)
@@ -102,18 +93,14 @@ class Scheduler:
                 if seq.cache is not None:  # else an older one has preempted it in this step
                     self._decode(batch, seq, plan)
         debt = self._debt
-        if debt.overdrawn or debt.charged:
+        if debt.overdrawn > 0 or debt.charged:
             debt = debt.repaid(self.prefill.with_decodes) if ready else PrefillDebt()
         if len(ready) < len(self.running):
             debt = self._prompts(batch, ready, debt, absent=absent)
         if self.preemptions != preemptions:
-            live = {id(seq) for seq in self.running}
-            batch.prompts = [item for item in batch.prompts if id(item.seq) in live]
-            batch.decode = [item for item in batch.decode if id(item.seq) in live]
-        for item in batch.decode:
-            if item.plan.stop or item.plan.drop:
-                batch.trust = self.draft_policy.trust(batch.decode)
-                break
+            self._drop_preempted(batch)
+        if any([row.plan.stop != 0.0 or row.plan.drop != 0.0 for row in batch.decode]):
+            batch.trust = self.draft_policy.trust(batch.decode)
         return StepPlan(batch, cycle, debt, background_skips=self._background_skips + 1 if absent else 0)
 
     def commit_plan(self, plan: StepPlan) -> None:
@@ -160,6 +147,25 @@ class Scheduler:
         waiting = self.waiting if self._blocked is None else ()  # which lacks pages that a text may hold
         return {seq.request.client for seq in (*self.running, *waiting) if not seq.paused} - {client}
 
+    def _ready(self, absent: frozenset[str]) -> list[Sequence]:
+        """The sequences that decode in the next step."""
+        ready: list[Sequence] = []
+        for seq in self.running:
+            size = len(seq.tokens)
+            if seq.computed != size - 1 or seq.paused or seq.request.client in absent:
+                continue
+            ahead = seq.num_inflight_tokens
+            # the step in flight may end it or fill its context: it is not planned until that is known
+            if ahead > 0 and (size + 1 >= seq.max_total_tokens or size + ahead >= self.max_context):
+                continue
+            ready.append(seq)
+        return ready
+
+    def _drop_preempted(self, batch: StepBatch) -> None:
+        """Drop what was scheduled for sequences that have lost their pages to others since."""
+        batch.prompts = [chunk for chunk in batch.prompts if chunk.seq.cache is not None]
+        batch.decode = [row for row in batch.decode if row.seq.cache is not None]
+
     def _absent(self) -> frozenset[str]:
         """Clients without a part in the next step. Any step that has none of them has a sequence of another client."""
         if not self.background or not self.prefill.rows_are_dear or self._background_skips >= BACKGROUND_EVERY - 1:
@@ -173,9 +179,7 @@ class Scheduler:
         slot = seq.active_cache.slot
         if not self._reserve(seq, size + seq.num_inflight_tokens + self.draft_policy.positions(plan)):
             return
-        host_draft: abc.Sequence[int] | None = None
-        if plan.drafter == "ngram" and seq.ngram is not None:
-            host_draft = seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
+        host_draft = self.draft_policy.host_draft(seq, plan)
         batch.decode.append(DecodeRow(seq, slot, size - 1, plan=plan, host_draft=host_draft))
 
     def _prompts(
@@ -197,8 +201,12 @@ class Scheduler:
                 count = min(count, half if len(waiting) > 1 and not batch.prompts else budget)
             planned = count
             count = seq.chunk_end(start, start + count) - start
-            unbroken = count > planned  # an image that may not be split: the budget is exceeded, or it would never run
-            if count <= 0 or (overdrawn if unbroken else count > budget and batch.prompts):
+            if count <= 0:
+                continue
+            if count > planned:  # an image that may not be split: the budget is exceeded, or it would never run
+                if overdrawn > 0:
+                    continue
+            elif count > budget and batch.prompts:
                 continue
             if self._reserve(seq, start + count):
                 wanted = start + count == len(seq.tokens) - 1 and seq.drafts_from_hidden

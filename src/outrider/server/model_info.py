@@ -102,7 +102,8 @@ UNKNOWN = ModelInfo()
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Parts of a loaded model that the server uses."""
+    """The parts of an `LLM` that the server uses. `server.model_pool` has it in a `LoadedModel`, with the threads and
+    processes that answer for it, and that in a `PoolSlot`, which stays while the model is unloaded."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -126,13 +127,13 @@ class ServedModel:
         if ready:
             say(ready)
         return cls(
-            llm.engine,
-            llm.tokenizer,
-            llm.config.vocab_size,
-            llm.engine.max_context,
-            note,
-            llm.nbytes,
-            ModelInfo.named(llm.name),
+            engine=llm.engine,
+            tokenizer=llm.tokenizer,
+            vocab_size=llm.config.vocab_size,
+            max_context=llm.engine.max_context,
+            note=note,
+            nbytes=llm.nbytes,
+            info=ModelInfo.named(llm.name),
             adapters=llm.adapters,
             vision=llm.vision,
             audio=llm.audio,

@@ -24,7 +24,7 @@ from ..types import Draft, KVView, OutriderError
 from ..weights.files import Files
 from ..weights.load import LoadOptions, load, translate
 from .acceptance import BINS, AcceptanceProfile
-from .drafter import DraftBatch, Drafter, Score, confident_round, draft_round, padded
+from .drafter import DraftBatch, Drafter, DrafterOrigin, Score, confident_round, draft_round, padded
 from .tree import build_fixed_tree, build_tree
 
 if TYPE_CHECKING:
@@ -36,15 +36,20 @@ SlotStep = Callable[[int, Tensor | slice, Tensor, Tensor | slice], tuple[Tensor 
 
 
 class BlockDrafter(Drafter):
-    # A confidence counts as the acceptance until measured; acceptance by position is that of the papers' chat tasks.
     in_graph = True
+    # A confidence counts as the acceptance until measured; acceptance by position is that of the papers' chat tasks.
     profile = AcceptanceProfile("", (0.72, 0.7, 0.7, 0.7), tuple((i + 0.5) / BINS for i in range(BINS)), judged=0)
 
-    def __init__(self, block: BlockNet):
+    def __init__(
+        self, block: BlockNet, *, origin: DrafterOrigin = DrafterOrigin(), profile: AcceptanceProfile | None = None
+    ):
+        """profile: as measured in training; None: that of the papers."""
         config = block.config
         assert config.taps is not None, "bound to a target"
         self.block = block
         self.config = config
+        self.origin = origin
+        self.profile = profile or self.profile
         self.name = config.kind
         self.taps = config.taps
         self.max_tokens = config.max_tokens

@@ -22,7 +22,7 @@ from ..ops.backend import DraftRequest, DraftResult
 from ..ops.decode_io import Proposer
 from ..types import Draft, KVPages, KVView
 from .acceptance import AcceptanceProfile
-from .drafter import DraftBatch, Drafter, DraftTexts, confident_round, padded
+from .drafter import DraftBatch, Drafter, DrafterOrigin, DraftTexts, confident_round, padded
 
 if TYPE_CHECKING:
     from ..ops.cpu.cycle import CpuCycle
@@ -130,11 +130,19 @@ class DraftModel(Drafter):
     starts_from = "tokens"
     profile = AcceptanceProfile("", ACCEPTED, TRUST, judged=1980)
 
-    def __init__(self, model: TextModel, listed: Tensor | None = None, vocab: int | None = None):
+    def __init__(
+        self,
+        model: TextModel,
+        listed: Tensor | None = None,
+        vocab: int | None = None,
+        *,
+        origin: DrafterOrigin = DrafterOrigin(),
+    ):
         """listed: see `shortlist`. vocab: the target's, if padding makes it differ. Ids that only the draft model has
         are never drafted; a text with an id that only the target has gets no drafts."""
         self.model = model
         self.listed = listed
+        self.origin = origin
         ops = model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))

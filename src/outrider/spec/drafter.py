@@ -60,6 +60,15 @@ class DraftBatch(DraftTexts):
     ops: Backend
 
 
+@dataclass(frozen=True)
+class DrafterOrigin:
+    """The checkpoint of a drafter, by which measurements and stored K/V are found again."""
+
+    source: str = ""  # the name or path that it was loaded from
+    trained_for: str | None = None  # fingerprint of the target that it was trained for
+    content: str = ""  # of one with its own K/V: what that depends on besides the target
+
+
 class Drafter:
     """The base class of all drafters. The engine reads these attributes and never tests for a class.
 
@@ -79,9 +88,7 @@ class Drafter:
     in_graph: bool = False  # `propose` never looks at a value, so it can be captured in a CUDA graph
     host_rounds: bool = False  # `draft_on_host` works: a round in one call, ahead of the decode step
     profile: AcceptanceProfile | None = None  # how often it is right, before anything was observed
-    source: str = ""  # the name or path that it was loaded from
-    trained_for: str | None = None  # fingerprint of the target that it was trained for
-    content: str = ""  # of one with its own K/V: what that depends on besides the target, for K/V kept on disk
+    origin = DrafterOrigin()
 
     @property
     def members(self) -> tuple[Drafter, ...]:
@@ -157,11 +164,10 @@ class DrafterPair(Drafter):
         self.taps = (*mtp.taps, *(tap for tap in block.taps if tap not in mtp.taps))
         self.max_tokens = max(mtp.max_tokens, block.max_tokens)
         self.kv_specs = block.kv_specs
-        self.content = block.content
         self.block_rows = block.block_rows
         self.block_call = block.block_call
         self.net = mtp.net
-        self.trained_for = mtp.trained_for
+        self.origin = DrafterOrigin(trained_for=mtp.origin.trained_for, content=block.origin.content)
 
     @property
     def members(self) -> tuple[Drafter, ...]:

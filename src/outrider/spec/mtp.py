@@ -12,7 +12,8 @@ from ..models.drafter import MTPNet
 from ..ops.decode_io import Proposer
 from ..ops.trees import BRANCH, WIDTH, Frontier, TreeRows, max_nodes
 from ..types import Draft, DraftNoise
-from .drafter import DraftBatch, Drafter, Score, draft_round
+from .acceptance import AcceptanceProfile
+from .drafter import DraftBatch, Drafter, DrafterOrigin, Score, draft_round
 from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
 
 if TYPE_CHECKING:
@@ -23,12 +24,20 @@ class MTPDrafter(Drafter):
     name = "mtp"
     in_graph = True
 
-    def __init__(self, model: MTPNet, target: TextModel):
+    def __init__(
+        self,
+        model: MTPNet,
+        target: TextModel,
+        *,
+        origin: DrafterOrigin = DrafterOrigin(),
+        profile: AcceptanceProfile | None = None,
+    ):
         self.model = model
         self.target = target
         self.net = model
         self.taps = model.config.taps
-        self.trained_for = model.config.target_hash
+        self.origin = origin
+        self.profile = profile
 
     def proposers_in(self, cycle: CpuCycle) -> dict[str, Proposer]:
         return {self.name: Proposer.MTP} if cycle.drafts else {}

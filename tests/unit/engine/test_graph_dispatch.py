@@ -270,7 +270,7 @@ def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch
         "48 is all that there can be"
     )
     assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs[:3])
-    executor._instead = {}
+    executor._stand_ins = {}
     executor.cache.graphs = {key: made for key, made in executor.cache.graphs.items() if key.batch != 24}
     refuse(executor, lambda key: key.batch == 24)
     assert run(engine, jobs) == got and executor.broken is None, "it is done without"
