@@ -29,7 +29,7 @@ from .engine.shared import SharedEngine
 from .engine.soft_prompt import SoftInputs, SoftPrompt, expand
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
-from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
+from .parallel import DEVICE_ENV, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
 from .types import DEFAULT_TEMPERATURE, Json, OutriderError, RequestStats, SamplingParams, bad_input, require
 from .weights import hub
 from .weights.load import check_shares
@@ -314,12 +314,12 @@ def _take(completion: Completion, event: Event) -> None:
 def worker(device: str | None = None) -> NoReturn:
     """Main function of ranks > 0: rank 0 broadcasts what to load, then every step. Ends when rank 0 does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals every process; rank 0 handles it
-    if STARTED_BY_US in os.environ:
+    if DEVICE_ENV in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         follow_to_the_end()
     group = None
     try:
-        group = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))
+        group = join(int(os.environ["WORLD_SIZE"]), os.environ.get(DEVICE_ENV, device))
         message = group.receive()
         assert isinstance(message, tuple)
         model, settings = message

@@ -64,7 +64,7 @@ def test_long_texts_are_tokenised_elsewhere_to_the_same_ids() -> None:
     tok.elsewhere = child.ids
     long = "über 日本 🦊 <|im_end|> " * 600
     try:
-        assert len(long) > text.LONG and tok.encode(long, bos=True) == tokenizer().encode(long, bos=True)
+        assert len(long) > text.LONG_TEXT and tok.encode(long, bos=True) == tokenizer().encode(long, bos=True)
         assert child._child._process is not None
         tok.encode("short")
         assert stands_back(child._child._process.pid)
@@ -86,7 +86,7 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
             tok, "elsewhere", lambda text, special: (seen.append(len(text)), tok.ids_here(text, special))[1]
         )
         monkeypatch.setattr("outrider.server.prepare.LONG", 2000)
-        monkeypatch.setattr("outrider.engine.text.LONG", 2000)
+        monkeypatch.setattr("outrider.engine.text.LONG_TEXT", 2000)
         answer = s.http.post("/v1/completions", json={"prompt": "a" * 6000})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded" and seen == [3000]
 

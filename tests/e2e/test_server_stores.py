@@ -18,7 +18,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import until
 
-from outrider.engine.text import LONG
+from outrider.engine.text import LONG_TEXT
 from outrider.server import batch as batch_lines
 from outrider.server import batches, stores
 from outrider.server.app import Server
@@ -121,7 +121,7 @@ def test_long_lines_and_their_results_do_not_hold_up_the_event_loop(
     watched(batches, "_encoded_line")
     objects = json.dumps({"custom_id": "many", "method": "POST", "url": CHAT, "body": {"x": [{}] * (MAX_MEMBERS + 1)}})
     client = served.client("alpha")
-    done = run(client, "\n".join([line("long", user="x" * 2 * LONG), objects, line("short")]))
+    done = run(client, "\n".join([line("long", user="x" * 2 * LONG_TEXT), objects, line("short")]))
     assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
     (refused,) = client.files.content(done.error_file_id).text.splitlines()
     assert json.loads(refused)["error"]["code"] == "line_too_complex"

@@ -217,8 +217,8 @@ def test_more_processes_than_heads_are_refused_before_one_is_started(
 def test_who_waits_for_the_first_process_ends_with_it(tmp_path: Path) -> None:
     """The first is killed before the others have found one another: a store that nobody keeps would be waited for for
     ten minutes."""
-    start = "import time; from outrider.parallel.process_group import COMMAND, _start"
-    script = f"{start}; print(_start(COMMAND, 1, 2, 9, 'cpu').pid, flush=True); time.sleep(600)"
+    start = "import time; from outrider.parallel.process_group import WORKER_COMMAND, _start"
+    script = f"{start}; print(_start(WORKER_COMMAND, 1, 2, 9, 'cpu').pid, flush=True); time.sleep(600)"
     first = subprocess.Popen(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": f"{ROOT}/src"},

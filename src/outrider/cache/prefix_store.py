@@ -42,10 +42,10 @@ log = logging.getLogger("outrider")
 # magic, identity, chain hash, CRC-32 of the payload, groups in it, payload bytes
 HEADER = struct.Struct("<8s16s16sIIQ8x")
 MAGIC = b"outrkv1\n"
-QUEUED = 256 << 20  # bytes copied out and not yet written; more pages wait in the cache
-PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
+MAX_QUEUED_BYTES = 256 << 20  # bytes copied out and not yet written; more pages wait in the cache
+BYTES_PER_STEP = 64 << 20  # bytes read back, or copied out, between two steps
 READ_PAGES = 8  # pages read, then copied together
-KEEP = 0.9  # of the size limit is left by an eviction, so that not every page evicts
+KEPT_SHARE = 0.9  # of the size limit is left by an eviction, so that not every page evicts
 StoredPage = tuple[bytes, bytes, Mapping[GroupName, Tensor]]  # parent, key, bytes by group
 
 
@@ -92,7 +92,7 @@ class PrefixStore:
     def drain(self) -> None:
         """Between two steps: copy waiting pages out, as far as the queue has space."""
         moved = 0
-        while self._waiting and moved < PER_STEP and self._queued < QUEUED:
+        while self._waiting and moved < BYTES_PER_STEP and self._queued < MAX_QUEUED_BYTES:
             number, key, used = self._waiting.popleft()
             entry = self._kv.prefix.entries.get(key)
             if entry is None:
@@ -193,7 +193,7 @@ class PrefixStore:
             with contextlib.suppress(FileNotFoundError):  # another server was faster
                 os.unlink(path)
             self._size -= size
-            if self._size <= KEEP * self._limit:
+            if self._size <= KEPT_SHARE * self._limit:
                 return
 
     # ---- back -----------------------------------------------------------------------------------------------------
@@ -227,11 +227,11 @@ class PrefixStore:
                     return  # evicted between two steps
                 at_once.append((parent, key, {name: data[name] for name in wanted}))
                 moved += sum(map(len, data.values()))
-                if len(at_once) < READ_PAGES and moved < PER_STEP:
+                if len(at_once) < READ_PAGES and moved < BYTES_PER_STEP:
                     continue
                 if not self._adopt(at_once):
                     return
-                if moved >= PER_STEP:
+                if moved >= BYTES_PER_STEP:
                     moved = 0
                     yield
             if not self._adopt(at_once):

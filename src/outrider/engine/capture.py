@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # torch captures one graph at a time in a process, and another model may be loading in another thread
-ONE = threading.Lock()
+CAPTURE_LOCK = threading.Lock()
 KeyT = TypeVar("KeyT", bound=Hashable)
 GraphT = TypeVar("GraphT")
 
@@ -45,7 +45,7 @@ class Graph:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
         if device.type == "cuda":
-            with ONE:
+            with CAPTURE_LOCK:
                 self._capture(device, pool)
 
     def _capture(self, device: torch.device, pool: GraphPool | None) -> None:

@@ -27,10 +27,10 @@ from pathlib import Path
 
 LENGTH = struct.Struct("<I")
 # one arena: what a thread has freed goes back to the system
-ONE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX")
+SINGLE_THREAD_ENV = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX")
 # seconds of processor time after which a call of `limited` gets idle time only; between two looks
-QUICK = 0.25
-LOOK = 0.05
+QUICK_S = 0.25
+POLL_S = 0.05
 
 
 class ChildLost(Exception):
@@ -145,7 +145,7 @@ class ChildProcess:
             paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
             package = {} if self._script.endswith(".py") else {"PYTHONPATH": os.pathsep.join(paths)}
             command = [sys.executable, "-P", "-m" if package else __file__, self._script]
-            env = {**os.environ, **dict.fromkeys(ONE, "1"), **package}
+            env = {**os.environ, **dict.fromkeys(SINGLE_THREAD_ENV, "1"), **package}
             self._launch(command, env)
             self._connection.settimeout(self._seconds)  # of the set-up
             if self._setup is not None:
@@ -201,15 +201,15 @@ def frames() -> Iterator[bytes]:
 
 
 def stand_back(worker: threading.Thread) -> None:
-    """Wait for a thread to end, which gets idle processor time only once it has had `QUICK` seconds."""
+    """Wait for a thread to end, which gets idle processor time only once it has had `QUICK_S` seconds."""
     while worker.is_alive():
-        worker.join(LOOK)
+        worker.join(POLL_S)
         if sys.platform != "linux":
             continue
         with contextlib.suppress(OSError, ValueError):  # it has ended
             with open(f"/proc/self/task/{worker.native_id}/schedstat", encoding="ascii") as file:
                 used = int(file.read().split()[0]) / 1e9
-            if used > QUICK and worker.native_id is not None:
+            if used > QUICK_S and worker.native_id is not None:
                 os.sched_setscheduler(worker.native_id, os.SCHED_IDLE, os.sched_param(0))
                 worker.join()
 

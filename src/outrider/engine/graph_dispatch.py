@@ -1,7 +1,8 @@
 """Which decode steps are captured before the first request, in a server (`warmup_keys`) and elsewhere (`first_keys`),
 and which graph serves a step without a graph of its own: the cheapest that covers it, with idle sequences, masked
 drafts, a longer context or more sampling features and the same bits (`cheapest_covering`); else a capture with padding
-(`padded`), as all requests wait for a capture. A step that has run `OFTEN` times in an `oversized` graph gets its own.
+(`padded`), as all requests wait for a capture. A step that has run `OFTEN_STEPS` times in an `oversized` graph gets its
+own.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from .decode import Choosing, Key
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # positions of the nearest context, and how many times as far the next one reaches
 NEAR_CONTEXT = 2048
-FURTHER = 4
+FAR_FACTOR = 4
 FAR_BATCH = 16  # sequences for which a server captures the second context at start
 ADVISED_BATCH = 32  # those for which it captures the way of choosing that the model advises
 # steps; sequences that cost about as much as one
-OFTEN = 64
+OFTEN_STEPS = 64
 FEW_SEQS = 8
 # the K of graphs with padding: the last tokens of an answer are drafted with ever smaller ones
 PADDED_K = (4, 8, 16)
@@ -58,7 +59,7 @@ def padded(key: Key, limits: GraphLimits, max_k: int = 0) -> Key:
     longer context only, as far as attention's partial sums of their rows allow."""
     context = NEAR_CONTEXT
     while context < key.context:
-        context *= FURTHER
+        context *= FAR_FACTOR
     context = max(key.context, min(context, limits.context))
     if key.nodes:
         return replace(key, context=context) if key.batch * context <= TREE_POSITIONS else key
@@ -87,7 +88,7 @@ def warmup_keys(
     """A server's steps, those of most rows first, whose memory the others reuse. widths: the K; drafters: of `Key`;
     advised: how requests choose that follow the model's own advice."""
     near = min(NEAR_CONTEXT, limits.context)
-    far = min(NEAR_CONTEXT * FURTHER, limits.context)
+    far = min(NEAR_CONTEXT * FAR_FACTOR, limits.context)
     batches = [*(size for size in BATCHES if size < limits.batch), limits.batch]
     shapes = [(batch, near) for batch in batches]
     if limits.context > NEAR_CONTEXT:

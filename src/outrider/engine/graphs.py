@@ -37,12 +37,12 @@ from .prefill_graphs import PrefillGraphs, PrefillKey
 from .step import DecodeRows, Executor, PendingStep, Plan, Progressed, Sequence, StepBatch, StepFeatures
 
 log = logging.getLogger("outrider")
-CAPTURING = "capturing steps and passes"
+CAPTURING_STEPS = "capturing steps and passes"
 COMPILED_S = 2.0  # seconds of compiling ahead from which kernels were not on disk
 # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
-NODES = 7, TIMED
+CAPTURED_NODES = 7, TIMED
 MAX_TREE_SEQUENCES = 8  # of a step with trees
-CONTEXT = 512  # the smallest bound of a graph's context; bounds double
+MIN_CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
 @dataclass
@@ -100,7 +100,7 @@ def choosing_of(params: abc.Sequence[SamplingParams]) -> Choosing:
 
 
 def bound_of(positions: int) -> int:
-    return max(CONTEXT, 1 << (positions - 1).bit_length())
+    return max(MIN_CONTEXT, 1 << (positions - 1).bit_length())
 
 
 class GraphExecutor(Executor):
@@ -204,7 +204,7 @@ class GraphExecutor(Executor):
             num_steps = 0
         else:
             key, num_steps = earlier
-            if num_steps == graph_dispatch.OFTEN and graph_dispatch.oversized(key, wanted):
+            if num_steps == graph_dispatch.OFTEN_STEPS and graph_dispatch.oversized(key, wanted):
                 padded = graph_dispatch.padded(wanted, self._limits, max_k)
                 key = self._spare(replace(wanted, context=padded.context)) or key
         self._stand_ins[wanted] = StandIn(key, num_steps + 1)
@@ -264,7 +264,7 @@ class GraphExecutor(Executor):
         if self.drafter is None or not self.trees or not narrow:
             return 0
         drafter = self.drafter.member(self._named(scheduled))
-        nodes = min(max((n for n in NODES if n <= max_nodes), default=0), drafter.max_nodes(depth))
+        nodes = min(max((n for n in CAPTURED_NODES if n <= max_nodes), default=0), drafter.max_nodes(depth))
         return nodes if nodes > depth and len(scheduled) <= MAX_TREE_SEQUENCES else 0
 
     def _asked(self, seqs: list[Sequence]) -> tuple[Choosing, SamplingFeatures]:
@@ -478,14 +478,14 @@ class GraphExecutor(Executor):
         total = len(keys) + len(passes)
         self._preparing = True
         for i, key in enumerate(keys):
-            progress(CAPTURING, i, total)
+            progress(CAPTURING_STEPS, i, total)
             self.capture(key)
         self._preparing = False
         self.fixed = True
         if not self.cache.graphs:
             self.broken = "no step can be captured"
         for i, prefill_key in enumerate(passes, len(keys)):
-            progress(CAPTURING, i, total)
+            progress(CAPTURING_STEPS, i, total)
             self.prefill_graphs.capture(prefill_key)
         self.prefill_graphs.fixed = True
         seconds = self.runner.clock() - began

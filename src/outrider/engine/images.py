@@ -26,7 +26,7 @@ MAX_PIXELS = 64_000_000  # of one image, by its header
 SMALL_PIXELS = 1 << 21
 SMALL_SECONDS = 2.0
 SPOILED = "the image took too much memory or time to decode, and was refused"
-KEPT = 64  # images whose soft tokens are kept
+CACHED_IMAGES = 64  # images whose soft tokens are kept
 VERSION = b"1"  # of the preprocessing: other pixels, other digests
 
 
@@ -40,7 +40,7 @@ class ImageEncoder:
         self.ids = PlaceholderIds(config.placeholder_id, config.boi_id, config.image_id, end=config.eoi_id)
         self.tokens = tokens
         self.decoder = ImageDecoder(max_pixels)
-        self._spans = SpanCache(KEPT)
+        self._spans = SpanCache(CACHED_IMAGES)
 
     def encode(self, image: object) -> SoftSpan:
         """A path, the bytes of a file, a data URL, a PIL image or uint8 [h, w, 3 or 4 or nothing]; as a span at 0."""

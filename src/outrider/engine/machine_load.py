@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STAT = Path("/proc/stat")  # Linux only
-WAITING = ("idle", "iowait")
+IDLE_FIELDS = ("idle", "iowait")
 FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-NOTABLE = 0.1  # share from which timings suffer
+NOTABLE_SHARE = 0.1  # share from which timings suffer
 SHORTEST_SECONDS = 0.2  # of a measurement: processor time is counted in hundredths of a second
 
 
@@ -35,7 +35,7 @@ class Usage:
             return None
         seconds = {name: int(word) / ticks for name, word in zip(FIELDS, words[1:])}
         total = sum(seconds.values())
-        waiting = sum(seconds.get(name, 0.0) for name in WAITING)
+        waiting = sum(seconds.get(name, 0.0) for name in IDLE_FIELDS)
         return cls(machine=total - waiting, total=total, process=time.process_time())
 
 
@@ -60,6 +60,6 @@ class OtherLoad:
     def line(self) -> str | None:
         """A caution for the reader of a timing; None if the machine is idle otherwise."""
         share = self.share()
-        if share is None or share < NOTABLE:
+        if share is None or share < NOTABLE_SHARE:
             return None
         return f"other programs use {share:.0%} of this machine: on an idle one the figures are truer"

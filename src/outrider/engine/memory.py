@@ -23,13 +23,13 @@ from ..types import MAX_DRAFT, AttnSpec, OutriderError
 from .prefill_budget import max_packed_rows, max_prefill_rows
 
 UNKNOWN = 1 << 62  # bytes, if the system does not report how many are free
-KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
-SHARE = 8  # one sequence's K/V may take an eighth of the free memory by default
+CPU_KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
+FREE_SHARE = 8  # one sequence's K/V may take an eighth of the free memory by default
 MIN_CONTEXT = 4096  # tokens; the smallest default, unless the model's limit is lower
-SERVED = 8192  # tokens of context that a GPU's pages are divided for
+SERVED_CONTEXT = 8192  # tokens of context that a GPU's pages are divided for
 # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
-SUMMED = 65
-PIECES = 88
+SUMMED_ROWS = 65
+ATTENTION_PIECES = 88
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def captured_bytes(model: ModelConfig, rows: int) -> int:
     if not rows:
         return 0
     sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
-    return 2 * rows * row_numbers(model) + 4 * SUMMED * PIECES * sums
+    return 2 * rows * row_numbers(model) + 4 * SUMMED_ROWS * ATTENTION_PIECES * sums
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -157,11 +157,13 @@ def plan_kv_memory(
         return _divided(config, max_context, full, sliding=per_token - full, window=window, batch=batch, budget=budget)
     if config.max_context is None and budget is None:
         max_context = min(
-            model.max_context, max(MIN_CONTEXT, max(KV_BYTES, free // SHARE) // per_token - config.page_size)
+            model.max_context, max(MIN_CONTEXT, max(CPU_KV_BYTES, free // FREE_SHARE) // per_token - config.page_size)
         )
     if full * max_context > free:
         raise _too_long(max_context, full * max_context, free)
-    tokens = config.kv_tokens or min(batch * max_context, max(max_context, KV_BYTES // per_token)) + config.page_size
+    tokens = config.kv_tokens
+    if tokens is None:
+        tokens = min(batch * max_context, max(max_context, CPU_KV_BYTES // per_token)) + config.page_size
     return KVBudget(max_context, tokens)
 
 
@@ -175,10 +177,8 @@ def _divided(
     # Space for prompts to write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k.
     # Fewer sequences leave more for prompts.
     spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
-    served = max(
-        1,
-        min(batch, (budget - spare * sliding) // max(1, min(max_context, SERVED) * full + window_positions * sliding)),
-    )
+    bytes_per_sequence = min(max_context, SERVED_CONTEXT) * full + window_positions * sliding
+    served = max(1, min(batch, (budget - spare * sliding) // max(1, bytes_per_sequence)))
     if full:  # one sequence must be able to use the whole context, even if few others then fit
         left = budget - spare * sliding - (max_context + page) * full
         served = max(1, min(served, left // max(1, window_positions * sliding))) if sliding else served

@@ -21,18 +21,18 @@ from ..cache.store import ragged, upload
 from ..types import KVView, OutputRows
 from .capture import Graph, GraphCache, GraphPool
 from .model_runner import ModelRunner
-from .prefill_budget import LIKELY, ROWS
+from .prefill_budget import CAPTURED_ROWS, WARMUP_ROWS
 from .step import PromptChunks
 
 log = logging.getLogger("outrider")
-SEQUENCES = (8, 64)
+CAPTURED_SEQUENCES = (8, 64)
 NEAR_PREFILL = 1024  # positions: passes below have separate graphs, since attention has faster kernels there
-# A server captures LIKELY before the first request comes, for few sequences and any context; some of it also for the
-# near context, and for many sequences up to FAR positions, since attention keeps partial sums of every last row by
-# splits of its context.
-NEARBY = (256, 1024)
-CROWDED = (512, 2048)
-FAR = 8192
+# A server captures WARMUP_ROWS before the first request comes, for few sequences and any context; some of it also for
+# the near context, and for many sequences up to CROWDED_CONTEXT positions, since attention keeps partial sums of every
+# last row by splits of its context.
+NEAR_WARMUP_ROWS = (256, 1024)
+CROWDED_WARMUP_ROWS = (512, 2048)
+CROWDED_CONTEXT = 8192
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PrefillGraphs:
         self.furthest = table.shape[1] * page  # positions that a table can hold
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
-        count = size(ROWS[-1], SEQUENCES[-1]) if most else 0
+        count = size(CAPTURED_ROWS[-1], CAPTURED_SEQUENCES[-1]) if most else 0
         self._numbers = torch.zeros(count, dtype=torch.int64, device=self.device)
 
     def run(self, chunks: PromptChunks) -> None:
@@ -83,9 +83,9 @@ class PrefillGraphs:
         wanted = any(chunk.wanted for chunk in chunks)
         if any(chunk.seq.adapter is not None for chunk in chunks):
             return None
-        if not self.fixed and count <= self.most and len(chunks) <= SEQUENCES[-1]:
-            rows = next(n for n in ROWS if n >= count)
-            sequences = next(n for n in SEQUENCES if n >= len(chunks))
+        if not self.fixed and count <= self.most and len(chunks) <= CAPTURED_SEQUENCES[-1]:
+            rows = next(n for n in CAPTURED_ROWS if n >= count)
+            sequences = next(n for n in CAPTURED_SEQUENCES if n >= len(chunks))
             context = NEAR_PREFILL if end <= NEAR_PREFILL < self.furthest else self.furthest
             key = PrefillKey(rows, sequences, context, wanted=wanted)
             if key not in self.cache.refused:
@@ -103,7 +103,7 @@ class PrefillGraphs:
             self.cache.graphs[key] = graph
             return graph
         if key.rows <= self.most:
-            self.most = max((n for n in ROWS if n < key.rows), default=0)
+            self.most = max((n for n in CAPTURED_ROWS if n < key.rows), default=0)
             log.warning(
                 "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, graph
             )
@@ -116,7 +116,7 @@ class PrefillGraphs:
         keys = warmup_keys(self.most, self.furthest, ends)
         if served:
             return keys
-        return [key for key in keys if key.sequences == SEQUENCES[0] and key.wanted == ends[-1]]
+        return [key for key in keys if key.sequences == CAPTURED_SEQUENCES[0] and key.wanted == ends[-1]]
 
     def views(self, key: PrefillKey) -> list[KVView]:
         """The views of attention in this pass, on the scratch page: of its rows, and of each sequence's last one."""
@@ -173,11 +173,16 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
 
 def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
     """A server's passes, the largest first: up to `most` rows and `furthest` positions, with last states by `ends`."""
-    few, many = SEQUENCES
-    rows = [n for n in LIKELY if n <= most]
-    shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR_PREFILL, furthest)) for n in NEARBY if n <= most}
-    shapes |= {(min(n, rows[-1]), many, min(FAR, furthest)) for n in CROWDED if rows}
-    return [PrefillKey(*shape, wanted) for shape in sorted(shapes, reverse=True) for wanted in ends]
+    few, many = CAPTURED_SEQUENCES
+    rows = [n for n in WARMUP_ROWS if n <= most]
+    shapes = {(n, few, furthest) for n in rows}
+    shapes |= {(n, few, min(NEAR_PREFILL, furthest)) for n in NEAR_WARMUP_ROWS if n <= most}
+    if rows:
+        shapes |= {(min(n, rows[-1]), many, min(CROWDED_CONTEXT, furthest)) for n in CROWDED_WARMUP_ROWS}
+    keys: list[PrefillKey] = []
+    for num_rows, sequences, context in sorted(shapes, reverse=True):
+        keys += [PrefillKey(num_rows, sequences, context, wanted=wanted) for wanted in ends]
+    return keys
 
 
 def size(rows: int, sequences: int) -> int:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ..cache.store import KVStore
     from .draft_policy import DraftPolicy
 
-DONE = object()
+RESTORED = object()
 BACKGROUND_EVERY = 4  # steps
-NOBODY: frozenset[str] = frozenset()
+NO_CLIENTS: frozenset[str] = frozenset()
 
 
 class BlockedRequest(NamedTuple):
@@ -60,7 +60,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
-        self.background = NOBODY  # clients that give way to others; replaced, never changed
+        self.background = NO_CLIENTS  # clients that give way to others; replaced, never changed
         self._background_skips = 0
         self._blocked: BlockedRequest | None = None
         self._debt = PrefillDebt()
@@ -169,9 +169,9 @@ class Scheduler:
     def _absent(self) -> frozenset[str]:
         """Clients without a part in the next step. Any step that has none of them has a sequence of another client."""
         if not self.background or not self.prefill.rows_are_dear or self._background_skips >= BACKGROUND_EVERY - 1:
-            return NOBODY
+            return NO_CLIENTS
         clients = {seq.request.client for seq in self.running if not seq.paused}
-        return self.background & clients if clients - self.background else NOBODY
+        return self.background & clients if clients - self.background else NO_CLIENTS
 
     def _decode(self, batch: StepBatch, seq: Sequence, plan: DraftPlan) -> None:
         """Schedule a decoding sequence if pages can be reserved."""
@@ -249,7 +249,7 @@ class Scheduler:
                 seq.prefix.extend(seq.cache_keys, limit)
                 if self.cache.disk is not None:
                     seq.restoring = seq.restoring or self.cache.disk.restore(seq.prefix, limit, self.granularity)
-                    if next(seq.restoring, DONE) is not DONE:
+                    if next(seq.restoring, RESTORED) is not RESTORED:
                         return  # the rest of its prefix is read from disk in the next steps
             cache, hit = self.cache.open(seq.prefix, limit, self.granularity, unbroken=seq.unbroken)
             pool = self.cache.exhausted_pool(cache, len(seq.tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..spec.plan import StepTiming
-from .prefill_budget import ROWS, PrefillBudget
+from .prefill_budget import CAPTURED_ROWS, PrefillBudget
 from .step import PendingStep, Sequence
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class StepTimer:
             self._last_read_at = now
             if pending.executor.num_captures != pending.num_captures:
                 return  # the host captured a graph before it read this step
-            if pending.rows <= ROWS[-1]:
+            if pending.rows <= CAPTURED_ROWS[-1]:
                 self.prefill.observe(pending.rows, seconds)
         else:
             # with reading and committing

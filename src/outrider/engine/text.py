@@ -19,7 +19,7 @@ from .chat_template import ChatTemplate, reserved
 from .special_tokens import ChatPrompt, SpecialTokenGuard
 
 Messages = Sequence[Mapping[str, Json]]
-LONG = 8 << 10  # characters from which a text is encoded in another process
+LONG_TEXT = 8 << 10  # characters from which a text is encoded in another process
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -72,7 +72,7 @@ class Tokenizer:
 
     def ids(self, text: str, special: bool) -> list[int]:
         elsewhere = self.elsewhere  # another thread may take it away
-        return self.ids_here(text, special) if elsewhere is None or len(text) <= LONG else elsewhere(text, special)
+        return self.ids_here(text, special) if elsewhere is None or len(text) <= LONG_TEXT else elsewhere(text, special)
 
     def ids_here(self, text: str, special: bool) -> list[int]:
         """The tokenizer's own ids. Its `encode` of one text, not of a list, would block all other threads."""

@@ -29,17 +29,18 @@ from torch import Tensor
 
 from ..models.split import Collectives, TPRank
 from ..types import require
-from .watch import LOOK, Watch
+from .watch import POLL_S, Watch
 
 if TYPE_CHECKING:
     from ..engine.step import Executor
 
-FOREVER = timedelta(days=365)  # an idle server waits without limit; `Watch` detects a lost process
-LEAVING = 20.0  # seconds until processes that should have ended are killed
-STARTING = timedelta(minutes=10)
-STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of processes that the first one starts: cpu or cuda
-FIRST = "OUTRIDER_TEAM_FIRST"  # the first process's pid, in the environment of those it starts
-COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")  # of processes that the first one starts
+NO_TIMEOUT = timedelta(days=365)  # an idle server waits without limit; `Watch` detects a lost process
+EXIT_TIMEOUT_S = 20.0  # seconds until processes that should have ended are killed
+START_TIMEOUT = timedelta(minutes=10)
+DEVICE_ENV = "OUTRIDER_TEAM"  # in the environment of processes that the first one starts: cpu or cuda
+FIRST_PID_ENV = "OUTRIDER_TEAM_FIRST"  # the first process's pid, in the environment of those it starts
+# of processes that the first one starts
+WORKER_COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")
 
 
 class PeerLost(Exception):
@@ -70,8 +71,8 @@ def follow_to_the_end() -> None:
     """Ends a process that the first one started when the first one ends, even while it still waits for the others."""
 
     def look() -> None:
-        while os.getppid() == _number(FIRST):
-            time.sleep(LOOK)
+        while os.getppid() == _number(FIRST_PID_ENV):
+            time.sleep(POLL_S)
         os._exit(1)
 
     threading.Thread(target=look, name="outrider-first", daemon=True).start()
@@ -94,10 +95,10 @@ class ProcessGroup(Collectives):
             store=dist.PrefixStore("group", store),
             rank=tp.rank,
             world_size=tp.world,
-            timeout=FOREVER,
+            timeout=NO_TIMEOUT,
             device_id=device if cuda else None,
         )
-        self.control_group = dist.new_group(backend="gloo", timeout=FOREVER) if cuda else dist.group.WORLD
+        self.control_group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if cuda else dist.group.WORLD
         atexit.register(self.close)
 
     # ---- tensors
@@ -159,7 +160,7 @@ class ProcessGroup(Collectives):
         self._open = False
         self.watch.ending = True
         atexit.unregister(self.close)
-        late = threading.Timer(LEAVING, self._force)  # a process may be stuck
+        late = threading.Timer(EXIT_TIMEOUT_S, self._force)  # a process may be stuck
         late.daemon = True
         late.start()
         if self.tp.rank == 0 and not told:
@@ -189,7 +190,7 @@ class ProcessGroup(Collectives):
         os._exit(1)
 
 
-def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> ProcessGroup:
+def join(world: int, device: str | None, command: Sequence[str] = WORKER_COMMAND) -> ProcessGroup:
     """This process's group. The first process starts the others (with `command`) unless they run already."""
     require(not dist.is_initialized(), "one tensor-parallel model at a time: close the first one")
     place = _place(device, world)
@@ -198,10 +199,10 @@ def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> Pr
         there = _number("WORLD_SIZE")
         remedy = f"--tensor-parallel asks for {world}: give both the same number"
         require(there == world, f"{there} processes were started and {remedy}")
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
         watch = Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), children=[])
         return ProcessGroup(store, place, watch)
-    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=START_TIMEOUT, wait_for_workers=False)
     children = [_start(command, rank, world, port=store.port, kind=place.type) for rank in range(1, world)]
     return ProcessGroup(store, place, Watch(TPRank(0, world), "127.0.0.1", store.port, children=children))
 
@@ -216,8 +217,8 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: connect to it
-        STARTED_BY_US: kind,
-        FIRST: str(os.getpid()),
+        DEVICE_ENV: kind,
+        FIRST_PID_ENV: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
     }
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)

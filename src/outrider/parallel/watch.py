@@ -2,7 +2,7 @@
 
 A collective with a lost process would wait for ever. So rank 0 polls the processes it started, and every process writes
 a heartbeat into rank 0's store once per second. Rank 0 ends the run with a one-line error when a process has ended, or
-has sent no heartbeat for `SILENCE` seconds; the others end silently when the store is gone.
+has sent no heartbeat for `MAX_SILENCE_S` seconds; the others end silently when the store is gone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from ..models.split import TPRank
 
 # seconds
-LOOK = 0.25
-SIGN = 1.0
-SILENCE = 30.0
-GRACE = 2.0  # seconds to send errors to running requests; 0: send none
+POLL_S = 0.25
+HEARTBEAT_S = 1.0
+MAX_SILENCE_S = 30.0
+GRACE_S = 2.0  # seconds to send errors to running requests; 0: send none
 
 
 class Watch:
@@ -33,7 +33,7 @@ class Watch:
         self.children = children
         self.ending = False  # a regular end of all processes
         self.gone: str | None = None  # which process was lost, once it is known
-        self.grace = GRACE
+        self.grace = GRACE_S
         self._stopped = threading.Event()
         self._where = (host, port)
         self._thread = threading.Thread(target=self._run, name="outrider-watch", daemon=True)
@@ -47,10 +47,10 @@ class Watch:
     def lost(self, why: str) -> None:
         """Called when a collective failed. Usually a process is lost: gives the thread time to find out which."""
         if self.gone is None and not self.ending:
-            until = time.monotonic() + 4 * LOOK
+            until = time.monotonic() + 4 * POLL_S
             while self.gone is None and time.monotonic() < until:
                 self.gone = self.gone or self._ended()
-                time.sleep(LOOK / 10)
+                time.sleep(POLL_S / 10)
             lost = f"the processes of --tensor-parallel {self.tp.world} lost one another"
             self.gone = self.gone or f"{lost} ({why.splitlines()[0][:120]})"
         if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
@@ -60,10 +60,10 @@ class Watch:
         signs: dict[int, tuple[int, float]] = {}
         store: dist.Store | None = None
         at = 0.0
-        while not self._stopped.wait(LOOK):
+        while not self._stopped.wait(POLL_S):
             if self.tp.rank == 0:
                 self.gone = self.gone or self._ended()
-            if self.gone is None and time.monotonic() - at >= SIGN:
+            if self.gone is None and time.monotonic() - at >= HEARTBEAT_S:
                 at = time.monotonic()
                 try:
                     if store is None:
@@ -94,8 +94,9 @@ class Watch:
             count = int(store.add(f"alive/{rank}", 0))
             before, since = signs.get(rank, (0, now))
             signs[rank] = (count, now if count != before else since)
-            if count and now - signs[rank][1] > SILENCE:
-                return f"process {rank} of --tensor-parallel {self.tp.world} gave no sign of life for {SILENCE:.0f} s"
+            if count and now - signs[rank][1] > MAX_SILENCE_S:
+                which = f"process {rank} of --tensor-parallel {self.tp.world}"
+                return f"{which} gave no sign of life for {MAX_SILENCE_S:.0f} s"
         return None
 
     def _end(self, why: str) -> None:

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from .. import __version__
-from ..engine.text import LONG
+from ..engine.text import LONG_TEXT
 from .answer import Json, Wire
 from .batches import Batches
 from .call import Call, EventStream, timed_out, unless_gone, whole
@@ -59,7 +59,7 @@ class ReceivedBody:
 
     @property
     def long(self) -> bool:
-        return len(self.raw) > LONG
+        return len(self.raw) > LONG_TEXT
 
     async def work(self, function: Callable[[], T], media: bool = False) -> T:
         """Runs a function in a thread, in the client's turn. media: the function may decode images or clips."""
@@ -116,7 +116,7 @@ class Server:
         try:
             call = await self._call(request, wire)
             text = await call.whole()
-            return 200, json.loads(text) if len(text) <= LONG else await asyncio.to_thread(json.loads, text)
+            return 200, json.loads(text) if len(text) <= LONG_TEXT else await asyncio.to_thread(json.loads, text)
         except Exception as e:
             return done(api_error(e, request.state.request_id))
 

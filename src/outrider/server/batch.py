@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from fastapi import Request
 from starlette.types import Message, Receive
 
-from ..engine.text import LONG
+from ..engine.text import LONG_TEXT
 from ..platforms.locks import lock_file
 from ..types import OutriderError, bad_input, require
 from .answer import Json
@@ -227,7 +227,7 @@ class BatchFile:
 async def _parsed(line: BatchLine) -> BatchRequestLine | BadLine:
     """Parses a line; a long one off the event loop."""
     try:
-        return parse(line) if len(line.text) <= LONG else await asyncio.to_thread(parse, line)
+        return parse(line) if len(line.text) <= LONG_TEXT else await asyncio.to_thread(parse, line)
     except BadLine as error:
         return error
 
@@ -290,7 +290,7 @@ async def answered(
 ) -> tuple[int, Json]:
     """Answers a line as if the client had sent it. `time_limit`: seconds for each of its phases, instead of the
     server's."""
-    text = json.dumps(body) if len(line.text) <= LONG else await asyncio.to_thread(json.dumps, body)
+    text = json.dumps(body) if len(line.text) <= LONG_TEXT else await asyncio.to_thread(json.dumps, body)
     raw = text.encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     state: dict[str, object] = {"client": client, "path": url, "request_id": line.id}

@@ -20,7 +20,7 @@ from ..engine.grammar import AllowedTokens
 from ..engine.soft_prompt import continued
 from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
-from ..engine.text import LONG
+from ..engine.text import LONG_TEXT
 from ..types import OutriderError, SamplingParams
 from .answer import Job
 from .dialect import Dialect, Infill, in_turns, spell_out_tools
@@ -180,7 +180,7 @@ class Preparer:
         """Token ids of a text, or of token ids with texts between them. keep: the tokens that truncation leaves."""
         if isinstance(prompt, str) and keep is not None:  # text beyond their maximum length cannot be among them
             left = keep.stop is None
-            most = max(LONG, (-keep.start if left else keep.stop) * self._longest_token)
+            most = max(LONG_TEXT, (-keep.start if left else keep.stop) * self._longest_token)
             prompt = prompt[-most:] if left else prompt[:most]
         if isinstance(prompt, str):
             if keep is None:
@@ -286,7 +286,7 @@ class Preparer:
             calls: list[JsonValue] = []
             for call in message.tool_calls:
                 text = call.function.arguments or "{}"
-                if isinstance(text, str) and len(text) > LONG:
+                if isinstance(text, str) and len(text) > LONG_TEXT:
                     check_size(text.encode("utf-8", "replace"))  # a JSON text inside the body has the same limits
                 # a call that was cut off comes back unchanged, so that the conversation can continue
                 arguments = cast(JsonValue, loaded(text, text) if isinstance(text, str) else text)
@@ -308,7 +308,7 @@ class Preparer:
     def _check_beginning(self, text: str, field: str) -> None:
         """Refuses a text if its beginning alone has 1.5 times the tokens that fit."""
         head = 3 * self.longest_prompt
-        if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
+        if len(text) > max(LONG_TEXT, head) and len(self._encode(text[:head], bos=False)) > head // 2:
             raise self._overflow(head // 2, field, at_least=True)
 
     # ---- sampling

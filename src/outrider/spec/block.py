@@ -30,7 +30,7 @@ from .tree import build_fixed_tree, build_tree
 if TYPE_CHECKING:
     from ..ops.cpu.cycle import CpuCycle
 
-EVERY = slice(None)  # sequence
+ALL_SEQUENCES = slice(None)  # sequence
 # spec.tree.Step, or of all sequences of a batch in their order
 SlotStep = Callable[[int, Tensor | slice, Tensor, Tensor | slice], tuple[Tensor | None, Tensor]]
 
@@ -132,7 +132,7 @@ class BlockDrafter(Drafter):
         step = self._by_slot(batch, wide, sure)
 
         def score(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
-            return step(j, EVERY, token, EVERY)
+            return step(j, ALL_SEQUENCES, token, ALL_SEQUENCES)
 
         return score
 

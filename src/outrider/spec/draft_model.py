@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 PAGE = 32
 CHUNK = 512  # maximum tokens of one sequence in a pass while catching up
 # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
-READ = 256
+READ_ALONE = 256
 READ_BESIDE = 64
 READ_IN_ROUND = 16  # tokens that such a round reads itself
 # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
-LISTED = 49_152
-BESIDE = 512  # and of a text's own, in addition to those
+SHORTLIST_TOKENS = 49_152
+MAX_UNLISTED = 512  # and of a text's own, in addition to those
 NO_RESULT = DraftResult([], [], 0)
 # The controller's prior for a draft model: acceptance by position, and by confidence in 16 bins, as counted on 1,340
 # greedy and 640 sampled tokens of Qwen2.5-Coder-0.5B with a stand-in for the 1.5B (benchmarks/cpu_standin.py).
@@ -68,7 +68,7 @@ class Track:
                 self.unlisted.pop(token, None)  # the latest are last
                 self.unlisted[token] = None
         self.looked = len(tokens)
-        while len(self.unlisted) > BESIDE:
+        while len(self.unlisted) > MAX_UNLISTED:
             del self.unlisted[next(iter(self.unlisted))]
 
 
@@ -119,9 +119,9 @@ class DraftPages:
 def shortlist(vocab: int, always: Iterable[int] = (), padded: bool = False) -> Tensor | None:
     """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary is nearly in the order of
     frequency: its beginning, and the tokens in `always`. padded: it has ids beyond `vocab`, never scored."""
-    if vocab < 2 * LISTED:
+    if vocab < 2 * SHORTLIST_TOKENS:
         return torch.arange(vocab) if padded else None
-    listed = {*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}
+    listed = {*range(max(SHORTLIST_TOKENS, vocab // 4)), *(t for t in always if 0 <= t < vocab)}
     return torch.tensor(sorted(listed), dtype=torch.int64)
 
 
@@ -189,7 +189,7 @@ class DraftModel(Drafter):
         self._remember()
         fit = [i for i, text in enumerate(tokens) if self._fits(texts.tracks[i], text, k)]
         tracks = [texts.tracks[i] for i in fit]
-        self._read(tracks, [tokens[i] for i in fit], k, left=READ if alone else READ_BESIDE, enough=READ_IN_ROUND)
+        self._read(tracks, [tokens[i] for i in fit], k, left=READ_ALONE if alone else READ_BESIDE, enough=READ_IN_ROUND)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(tokens[i]) - t.agree(tokens[i]) <= READ_IN_ROUND]
         out = [NO_RESULT] * len(tokens)
         if not ready:

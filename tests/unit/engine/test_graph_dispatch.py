@@ -84,7 +84,7 @@ def test_trees_get_a_longer_context_as_far_as_memory_allows() -> None:
 
 
 def test_a_tree_runs_as_a_chain_until_it_is_wanted_often(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_dispatch, "OFTEN", 3)
+    monkeypatch.setattr(graph_dispatch, "OFTEN_STEPS", 3)
     executor = served(model, max_batch=4)[1]
     executor.prepare()
     before = set(executor.cache.graphs)
@@ -254,14 +254,14 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
         run(engine, [request("a", PROMPT, k=4, max_tokens=4, logprobs=2)])
         new = set(executor.cache.graphs) - before
         assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 4, 5), (1, 0, 5)}
-    monkeypatch.setattr(graph_dispatch, "OFTEN", 8)
+    monkeypatch.setattr(graph_dispatch, "OFTEN_STEPS", 8)
     run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
     assert any(key.k == 2 for key in executor.cache.graphs), "what is wanted again and again has its own"
 
 
 def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """17 to 24 of them would have run in the graph of 32 for ever."""
-    monkeypatch.setattr(graph_dispatch, "OFTEN", 4)
+    monkeypatch.setattr(graph_dispatch, "OFTEN_STEPS", 4)
     engine, executor = served(model, max_batch=40)
     executor.prepare()
     jobs = [request(str(i), [3 + i], k=0, max_tokens=9) for i in range(18)]

@@ -22,7 +22,7 @@ from PIL import Image
 from tests.waiting import PATIENCE
 
 from outrider.engine import child_process
-from outrider.engine.child_process import QUICK, stand_back
+from outrider.engine.child_process import QUICK_S, stand_back
 from outrider.engine.images import DECODE_SECONDS, MAX_BYTES, DecodingProcess, ImageDecoder, ImageEncoder
 from outrider.engine.media import read_file
 from outrider.models.image_processing import CPU_SECONDS, pixels
@@ -200,7 +200,7 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
             pass
         policies.append(os.sched_getscheduler(0))
 
-    for seconds in (30.0, QUICK / 4):
+    for seconds in (30.0, QUICK_S / 4):
         worker = threading.Thread(target=decode, args=(seconds,))
         worker.start()
         stand_back(worker)
@@ -212,8 +212,8 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
 def test_what_an_image_took_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(child_process.__file__).read_text()
     script = tmp_path / "child_process.py"
-    assert f"QUICK = {QUICK}\n" in source  # no idle time: on a busy machine it may never come
-    script.write_text(source.replace(f"QUICK = {QUICK}\n", "QUICK = 99\n"))
+    assert f"QUICK = {QUICK_S}\n" in source  # no idle time: on a busy machine it may never come
+    script.write_text(source.replace(f"QUICK = {QUICK_S}\n", "QUICK = 99\n"))
     monkeypatch.setattr(child_process, "__file__", str(script))
     decoder = ImageDecoder(seconds=PATIENCE)
     sizes = list[int]()

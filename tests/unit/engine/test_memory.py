@@ -11,7 +11,7 @@ from tests.engines import VARIANTS, request, tiny_engine
 from outrider.config import EngineConfig
 from outrider.engine import memory
 from outrider.engine.memory import (
-    KV_BYTES,
+    CPU_KV_BYTES,
     UNKNOWN,
     KVBudget,
     captured_bytes,
@@ -35,8 +35,8 @@ PLENTY = 1 << 40
 def test_the_default_is_all_the_model_knows_where_memory_allows() -> None:
     assert plan_kv_memory(EngineConfig(), LLAMA, torch.float32, PLENTY).max_context == 32768
     huge = ModelConfig.from_hf({**VARIANTS["llama"], "max_position_embeddings": 1 << 30})
-    scarce = plan_kv_memory(EngineConfig(max_batch=1), huge, torch.float32, KV_BYTES * 2)
-    assert scarce.max_context == KV_BYTES // PER_TOKEN - 32 and scarce.tokens * PER_TOKEN <= KV_BYTES
+    scarce = plan_kv_memory(EngineConfig(max_batch=1), huge, torch.float32, CPU_KV_BYTES * 2)
+    assert scarce.max_context == CPU_KV_BYTES // PER_TOKEN - 32 and scarce.tokens * PER_TOKEN <= CPU_KV_BYTES
     assert plan_kv_memory(EngineConfig(max_batch=1), huge, torch.float32, PLENTY).max_context * PER_TOKEN <= PLENTY // 8
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.prefill_budget import LIKELY, LONGER, LONGER_FEW, PrefillBudget
+from outrider.engine.prefill_budget import MAX_SLOWDOWN, MAX_SLOWDOWN_FEW_ROWS, WARMUP_ROWS, PrefillBudget
 
 
 def driven(pace: PrefillBudget, plain: float, pass_s: float, row: float, steps: int = 200) -> int:
@@ -18,13 +18,13 @@ def driven(pace: PrefillBudget, plain: float, pass_s: float, row: float, steps: 
 @pytest.mark.parametrize(("plain", "row"), [(3.4e-3, 3.3e-6), (23e-3, 100e-6), (2e-3, 3.3e-6), (70e-3, 100e-6)])
 def test_a_step_with_prompts_lasts_little_more_than_twice_as_long(plain: float, row: float) -> None:
     for begin in (512, 1024):
-        rows = driven(PrefillBudget(0, with_decodes=begin, choices=LIKELY), plain, 1e-3, row)
-        assert rows in LIKELY and (plain + rows * row <= LONGER * plain or rows == begin // 4)
-        assert 2 * rows * row > (LONGER - 1) * plain or rows == LIKELY[-1], "and no shorter than that"
+        rows = driven(PrefillBudget(0, with_decodes=begin, choices=WARMUP_ROWS), plain, 1e-3, row)
+        assert rows in WARMUP_ROWS and (plain + rows * row <= MAX_SLOWDOWN * plain or rows == begin // 4)
+        assert 2 * rows * row > (MAX_SLOWDOWN - 1) * plain or rows == WARMUP_ROWS[-1], "and no shorter than that"
 
 
 def test_it_follows_the_batch_and_forgets_what_held_up_one_step() -> None:
-    pace = PrefillBudget(0, with_decodes=512, choices=LIKELY)
+    pace = PrefillBudget(0, with_decodes=512, choices=WARMUP_ROWS)
     few = driven(pace, 3e-3, 1e-3, 10e-6)
     many = driven(pace, 12e-3, 1e-3, 10e-6)
     assert few == 256 and many == 1536
@@ -35,13 +35,13 @@ def test_it_follows_the_batch_and_forgets_what_held_up_one_step() -> None:
 
 
 def test_before_anything_is_known_it_is_what_it_was() -> None:
-    pace = PrefillBudget(0, with_decodes=512, choices=LIKELY)
+    pace = PrefillBudget(0, with_decodes=512, choices=WARMUP_ROWS)
     pace.observe(512, 1.0)
     assert pace.with_decodes == 512
 
 
 def test_a_pass_of_few_rows_says_nothing_of_a_row() -> None:
-    pace = PrefillBudget(0, with_decodes=512, choices=LIKELY)
+    pace = PrefillBudget(0, with_decodes=512, choices=WARMUP_ROWS)
     rows = driven(pace, 12e-3, 1e-3, 10e-6)
     for _ in range(50):
         pace.observe(16, 15e-3)
@@ -63,7 +63,7 @@ def test_on_a_cpu_a_long_prompt_and_a_stream_both_move(plain: float, row: float)
     stream = plain / (plain + cost)
     assert rows in CPU
     assert prompt > 0.4 or rows == CPU[-1], "the prompt gets its share of the time"
-    longest = LONGER_FEW if rows <= 16 else LONGER
+    longest = MAX_SLOWDOWN_FEW_ROWS if rows <= 16 else MAX_SLOWDOWN
     assert stream >= 1 / (longest + 0.01) or rows == 4, "and the stream keeps its own, down to the fewest rows"
     alone = driven(PrefillBudget(0, with_decodes=16, choices=CPU), 1e-9, 0.0, row)
     assert alone == 4, "no time left over: the fewest rows"

@@ -16,7 +16,7 @@ from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_mo
 from outrider.engine import capture, prefill_graphs
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
-from outrider.engine.prefill_budget import LIKELY, ROWS, max_packed_rows, max_prefill_rows
+from outrider.engine.prefill_budget import CAPTURED_ROWS, WARMUP_ROWS, max_packed_rows, max_prefill_rows
 from outrider.engine.prefill_graphs import PrefillKey, warmup_keys
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
@@ -93,7 +93,9 @@ def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str,
     assert not captured(engine).cache.graphs, "of use on a GPU alone"
     engine.executors[0].prepare()
     known = set(captured(engine).cache.graphs)
-    assert {(key.rows, key.wanted) for key in known} == {(rows, wanted) for rows in LIKELY for wanted in (False, True)}
+    assert {(key.rows, key.wanted) for key in known} == {
+        (rows, wanted) for rows in WARMUP_ROWS for wanted in (False, True)
+    }
     assert len(known) <= 24 and {key.sequences for key in known} == {8, 64}
     run(engine, [request(str(n), [t % VOCAB for t in range(n)], max_tokens=3) for n in LENGTHS])
     assert set(captured(engine).cache.graphs) == known
@@ -104,7 +106,7 @@ def test_a_program_has_the_passes_of_few_prompts(models: dict[str, Any]) -> None
     engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
     passed = captured(engine)
     few = passed.likely(served=False)
-    assert {key.rows for key in few} == set(LIKELY) and {(key.sequences, key.wanted) for key in few} == {(8, True)}
+    assert {key.rows for key in few} == set(WARMUP_ROWS) and {(key.sequences, key.wanted) for key in few} == {(8, True)}
     assert set(few) < set(passed.likely())
     plain = captured(tiny_engine("edge", model=models["edge"], graphs=True))
     assert {key.wanted for key in plain.likely(served=False)} == {False}
@@ -172,14 +174,14 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
     passed.prepare()
     assert passed.most == 640 and {key.rows for key in passed.cache.graphs} == {64, 128, 256, 512}
     said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
-    assert len(said) == len([n for n in LIKELY if n > 512]) and "and so on" not in caplog.text, (
+    assert len(said) == len([n for n in WARMUP_ROWS if n > 512]) and "and so on" not in caplog.text, (
         "a line for each number of rows"
     )
     before = len(tried)
     assert not any(passed.capture(key) for key in passed.cache.refused) and len(tried) == before, (
         "and is not tried again"
     )
-    smallest = PrefillKey(ROWS[0], 8, 512, False)
+    smallest = PrefillKey(CAPTURED_ROWS[0], 8, 512, False)
     monkeypatch.setattr(capture, "Graph", lambda *_: 1 / 0)
     assert not passed.capture(smallest) and passed.most == 0
 
@@ -195,7 +197,9 @@ def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
     assert len(keys) == 12 and [key.rows for key in keys] == sorted((key.rows for key in keys), reverse=True)
     assert max(key.context for key in keys if key.sequences > 8) == 8192
     assert len(warmup_keys(most["31B"], 32768, (False, True))) == 10 and warmup_keys(0, 32768, (False,)) == []
-    assert all(5 * (b - a) <= b for a, b in pairwise(ROWS[3:])), "of more than 256 rows a fifth at most fills up"
+    assert all(5 * (b - a) <= b for a, b in pairwise(CAPTURED_ROWS[3:])), (
+        "of more than 256 rows a fifth at most fills up"
+    )
 
 
 def test_passes_beyond_the_captured_ones_hide_their_launches() -> None:
@@ -213,9 +217,11 @@ def test_passes_beyond_the_captured_ones_hide_their_launches() -> None:
 
 def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
-    monkeypatch.setattr(capture.Graph, "_capture", lambda self, device, pool: held.append(capture.ONE.locked()))
+    monkeypatch.setattr(
+        capture.Graph, "_capture", lambda self, device, pool: held.append(capture.CAPTURE_LOCK.locked())
+    )
     capture.Graph(lambda: None, torch.device("cuda"))
-    assert held == [True] and not capture.ONE.locked()
+    assert held == [True] and not capture.CAPTURE_LOCK.locked()
 
 
 def test_an_engine_that_is_dropped_leaves_its_cache_at_once(models: dict[str, Any]) -> None:
@@ -235,7 +241,7 @@ def test_an_engine_that_is_dropped_leaves_its_cache_at_once(models: dict[str, An
 def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None:
     engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=32)
     passed = captured(engine)
-    assert passed.pack == ROWS[-1]
+    assert passed.pack == CAPTURED_ROWS[-1]
     passed.pack = 64
     whole = passed.run
     rows = list[int]()

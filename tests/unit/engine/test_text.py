@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests import tiny
 from transformers import AutoTokenizer
 
-from outrider.engine.text import LONG, Detokenizer, Tokenizer
+from outrider.engine.text import LONG_TEXT, Detokenizer, Tokenizer
 from outrider.types import OutriderError
 from outrider.weights import hub
 from outrider.weights.files import text_files
@@ -191,7 +191,7 @@ def test_where_long_texts_go_may_change_while_one_is_looked_at(folder: Path) -> 
 
         def __len__(self) -> int:
             tokenizer.elsewhere = None
-            return LONG + 1
+            return LONG_TEXT + 1
 
     assert tokenizer.ids(Text("a"), False) == [7]
     assert tokenizer.ids(Text("a"), False) == tokenizer.ids_here("a", False)

@@ -45,7 +45,7 @@ def test_a_failed_exchange_names_the_process_that_ended() -> None:
 
 
 def test_where_nobody_ended_it_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LOOK", 0.001)
+    monkeypatch.setattr(watch, "POLL_S", 0.001)
     assert lost([]) == "the processes of --tensor-parallel 2 lost one another (Connection reset by peer)"
 
 

@@ -145,7 +145,7 @@ def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
 
 
 def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
-    monkeypatch.setattr(draft_model, "BESIDE", 2)
+    monkeypatch.setattr(draft_model, "MAX_UNLISTED", 2)
     track = draft_model.Track()
     known = bytearray(10)
     for tokens, scored in (([5, 6, 7], [6, 7]), ([5, 6, 7, 6], [7, 6])):
@@ -179,5 +179,5 @@ def test_weights_in_four_bits():
 def test_the_shortlist_holds_what_stands_elsewhere():
     listed = shortlist(262_144, [5, 262_143, 300_000])
     assert listed is not None and listed.tolist() == [*range(65_536), 262_143]
-    assert len(shortlist(151_936)) == draft_model.LISTED
+    assert len(shortlist(151_936)) == draft_model.SHORTLIST_TOKENS
     assert shortlist(49_152) is None  # a small vocabulary is scored whole
