@@ -60,9 +60,9 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, made: Assembled, name: str, group: ProcessGroup | None = None, say: Say = log.info):
-        engine = made.engine
-        key = made.cost_key
+    def __init__(self, assembled: Assembled, name: str, group: ProcessGroup | None = None, say: Say = log.info):
+        engine = assembled.engine
+        key = assembled.cost_key
         if group is not None:
             Leader(engine, group)
         engine.warm_up(say)
@@ -71,11 +71,11 @@ class LLM:
             engine.controller.replace_costs(calibrate(engine, key, hub.cache_path("costs", f"{digest}.json")))
         self.engine = engine
         self.name = name
-        self.drafter_note = made.drafter_note
+        self.drafter_note = assembled.drafter_note
         self.group = group
-        self.vision = made.vision
-        self.audio = made.audio
-        self._weight_bytes = made.weight_bytes
+        self.vision = assembled.vision
+        self.audio = assembled.audio
+        self._weight_bytes = assembled.weight_bytes
         self.tokenizer = engine.tokenizer
         self.config = engine.model.config
         self.model = engine.model
@@ -334,7 +334,9 @@ def worker(device: str | None = None) -> NoReturn:
     except OutriderError:
         pass  # rank 0 reports it
     except PeerLost:
-        time.sleep(60)  # rank 0 finds the lost process, reports it and ends this one; ending first would be blamed
+        # rank 0 finds the lost process, reports it and ends this one; exiting first would make this rank look like the
+        # cause
+        time.sleep(60)
         log.exception("process %s failed", os.environ.get("RANK"))  # still alive, so no other process was lost
     except Exception:
         if group is None or not group.watch.ending:

@@ -36,7 +36,7 @@ def require(ok: bool, what: str) -> None:
 
 @contextmanager
 def bad_input(kinds: type[Exception] | tuple[type[Exception], ...], say: Callable[[Any], str]) -> Iterator[None]:
-    """Errors of these kinds inside become an `OutriderError`: the line that `say` makes of them."""
+    """Re-raises these exceptions as `OutriderError(say(error))`."""
     try:
         yield
     except kinds as error:
@@ -44,7 +44,7 @@ def bad_input(kinds: type[Exception] | tuple[type[Exception], ...], say: Callabl
 
 
 def is_a(value: object, kind: type) -> bool:
-    """A number of this kind; a bool is none."""
+    """True for numbers of this kind, excluding bools."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

@@ -80,12 +80,13 @@ class PrefixCache:
             if position % granularity or (unbroken is not None and unbroken(position)):
                 continue
             first = {name: self.first_page(name, count) for name in self.groups}
-            if all(runs[name][count - 1] >= count - first[name] for name in self.groups):
-                pages = {
-                    name: [0] * first[name] + [entry.pages[name] for entry in entries[first[name] : count] if entry]
-                    for name in self.groups
-                }
-                return position, pages
+            if any(runs[name][count - 1] < count - first[name] for name in self.groups):
+                continue
+            pages: dict[GroupName, list[int]] = {}
+            for name in self.groups:
+                visible = [entry.pages[name] for entry in entries[first[name] : count] if entry is not None]
+                pages[name] = [0] * first[name] + visible
+            return position, pages
         return 0, {name: [] for name in self.groups}
 
     @staticmethod

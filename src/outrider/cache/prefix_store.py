@@ -77,7 +77,8 @@ class PrefixStore:
         self._failed = False
         # what is queued when the interpreter ends is still written
         self._writer = ThreadPoolExecutor(1, "outrider-prefix-store")
-        self.pages_read = self.pages_written = 0
+        self.pages_read = 0
+        self.pages_written = 0
 
     # ---- out ------------------------------------------------------------------------------------------------------
     def offer(self, chain: PrefixChain, numbers: Sequence[int]) -> None:

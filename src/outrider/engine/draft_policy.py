@@ -103,7 +103,9 @@ class DraftPolicy:
         nodes = min(plan.nodes, self._nodes(seq, widest)) if plan.nodes else 0
         if k == plan.k and nodes == plan.nodes:
             return plan
-        return plan._replace(k=k, nodes=nodes if nodes > 1 else 0) if k else NO_DRAFT
+        if k == 0:
+            return NO_DRAFT
+        return plan._replace(k=k, nodes=nodes if nodes > 1 else 0)
 
     def _context(self, seq: Sequence, widest: int) -> DraftContext:
         left = seq.remaining

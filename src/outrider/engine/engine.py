@@ -109,7 +109,8 @@ class Engine:
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv.dtype or model.dtype
         drafter_kv_specs = drafter.kv_specs if drafter is not None else ()
-        budget = self.kv_budget = kv.agree(KVBudget.of(config, model, dtype, extra=drafter_kv_specs))
+        budget = kv.agree(KVBudget.of(config, model, dtype, extra=drafter_kv_specs))
+        self.kv_budget = budget
         # one sequence must be able to finish alone
         self.max_context = min(budget.max_context, budget.tokens - config.page_size)
         members = drafter.members if drafter is not None else ()

@@ -93,7 +93,8 @@ class Tokenizer:
         """The bytes a token adds to the text; b"" for ids without a token (padding rows of the vocabulary)."""
         known = self._bytes.get(index)
         if known is None:
-            known = self._bytes[index] = self._compute_bytes(index)
+            known = self._compute_bytes(index)
+            self._bytes[index] = known
         return known
 
     def token_text(self, index: int) -> str | None:

@@ -292,7 +292,9 @@ def _activation(name: object) -> Literal["silu", "gelu_tanh"]:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else (value,)
     wrong = [v for v in ids if not isinstance(v, int | float | str)]
     if wrong:
         raise misread(f"a token id should be a number, got {str(wrong[0])[:40]}")

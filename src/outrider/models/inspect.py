@@ -106,7 +106,10 @@ def model_size(config: ModelConfig) -> ModelSize:
             whole[name] += prod(plan.shape)
             continue
         index, _, part = inner.partition(".")
-        kind = "expert" if part.startswith("experts_") else "matrices" if plan.role == "matrix" else "small"
+        if part.startswith("experts_"):
+            kind = "expert"
+        else:
+            kind = "matrices" if plan.role == "matrix" else "small"
         layers[int(index)][kind] += prod(plan.shape)
     experts = config.moe.experts if config.moe is not None else 1
     sizes = tuple(LayerSize(size["matrices"], size["small"], size["expert"] // experts) for size in layers)

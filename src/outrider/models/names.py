@@ -151,9 +151,10 @@ class PlanBuilder(dict[str, TensorPlan]):
             self[f"{self.at}{name}_bias"] = TensorPlan((sum(rows),), biases, "bias", parts=parts)
 
     def attention(self, attn: AttnSpec, qkv_bias: bool, out_bias: bool, width: int = 0, apart: bool = False) -> None:
-        """width: of the input, where it is not the hidden one. apart: queries and K/V are two weights."""
-        which = "q" if not attn.writes else ("qk" if attn.k_eq_v else "qkv")
-        for name, members in {"q": which[:1], "kv": which[1:]}.items() if apart else (("qkv", which),):
+        """width: of the input, if it is not the hidden one. apart: queries and K/V are two weights."""
+        which = "q" + "kv"[: attn.kv_parts]
+        groups = {"q": which[:1], "kv": which[1:]} if apart else {"qkv": which}
+        for name, members in groups.items():
             rows = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in members)
             self.stack(
                 name, rows, tuple(f"self_attn.{w}_proj" for w in members), columns=width or self.hidden, bias=qkv_bias

@@ -176,7 +176,10 @@ class PositionStats:
             out.append(a)
             if n:
                 shift = a * (1.0 - p) / ((1.0 - a) * p)
-                shift = 8.0 if shift > 8.0 else 0.02 if shift < 0.02 else shift
+                if shift > 8.0:
+                    shift = 8.0
+                elif shift < 0.02:
+                    shift = 0.02
         return out
 
 

@@ -246,8 +246,10 @@ class SamplingBatch:
         head = self.filters.head
         if not (self.filters.top_k or self.filters.top_p):
             return z.masked_fill(z < z.amax(-1, keepdim=True) + cut.min_logp[row_seq][:, None], -math.inf)
-        if head is None:
-            head = GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab
+        if head is None and exact:
+            head = HEAD if z.device.type == "cpu" else vocab
+        elif head is None:
+            head = GUESS_HEAD
         floor, enough = self._floor(z, row_seq, cut, head=min(head, vocab))
         # on the CPU reading the result is free: the whole vocabulary is sorted only if the head was too short
         if exact and self.filters.head is None and head < vocab and not bool(enough.all()):

@@ -241,16 +241,22 @@ def confident_round(batch: DraftBatch, k: int, score: Score, heads: Sequence[Ten
         if trust is None or plans is None:
             continue
         for b, p in enumerate(confidence[j].tolist()):
-            if live[b]:
-                path[b] *= trust[min(len(trust) - 1, int(p * len(trust)))]
-                live[b] = path[b] >= max(plans[b].stop, plans[b].drop)
-                lengths[b] = k if live[b] else j if path[b] < plans[b].drop else j + 1
+            if not live[b]:
+                continue
+            path[b] *= trust[min(len(trust) - 1, int(p * len(trust)))]
+            if path[b] < plans[b].drop:  # the draft ends before this token
+                live[b] = False
+                lengths[b] = j
+            elif path[b] < plans[b].stop:  # or after it
+                live[b] = False
+                lengths[b] = j + 1
         if not any(live):
             break
     return Draft(torch.stack(guesses, 1), torch.tensor(lengths, device=batch.last.device), torch.stack(confidence, 1))
 
 
 def padded(draft: Draft, k: int) -> Draft:
-    more = (0, k - draft.tokens.shape[1])
-    sure = draft.confidence
-    return replace(draft, tokens=F.pad(draft.tokens, more), confidence=None if sure is None else F.pad(sure, more))
+    """The draft with zeros up to k tokens."""
+    padding = (0, k - draft.tokens.shape[1])
+    confidence = None if draft.confidence is None else F.pad(draft.confidence, padding)
+    return replace(draft, tokens=F.pad(draft.tokens, padding), confidence=confidence)

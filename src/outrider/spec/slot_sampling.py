@@ -44,17 +44,25 @@ class SamplingFeatures:
             if not p.processed:
                 continue
             words = p.bad_words
-            top = p.logprobs
+            reach = max((max(1, len(word) - 1) for word in words), default=0)
+            num_stops = len(p.stop_token_ids) + eos if p.min_tokens > 0 else 0
             asks = SamplingFeatures(
-                asks.penalties or p.penalised,
-                max(asks.bias, _wide(len(p.logit_bias))),
-                max(asks.words, _wide(len(words))),
-                reach=max(asks.reach, _wide(max((max(1, len(w) - 1) for w in words), default=0))),
-                stops=max(asks.stops, _wide(len(p.stop_token_ids) + eos) if p.min_tokens else 0),
-                logprobs=max(asks.logprobs, -1 if top is None else 0 if top == 0 else 5 if top <= 5 else 20),
+                penalties=asks.penalties or p.penalised,
+                bias=max(asks.bias, _wide(len(p.logit_bias))),
+                words=max(asks.words, _wide(len(words))),
+                reach=max(asks.reach, _wide(reach)),
+                stops=max(asks.stops, _wide(num_stops)),
+                logprobs=max(asks.logprobs, _logprobs_width(p.logprobs)),
                 grammar=asks.grammar or p.grammar is not None,
             )
         return asks
+
+
+def _logprobs_width(top: int | None) -> int:
+    """Tokens that a captured step reports beside the chosen one, for a request of `top`; -1: no logprobs."""
+    if top is None:
+        return -1
+    return next(width for width in (0, 5, 20) if width >= top)
 
 
 NO_FEATURES = SamplingFeatures()
@@ -150,10 +158,14 @@ class SlotSampling:
                     prompt, output = (upload(ids, torch.int64, self.device) for ids in (row.prompt, row.output))
                     to.in_prompt[row.slot].index_fill_(0, prompt, True)
                     to.counts[row.slot].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-        ends = [
-            sorted({*p.stop_token_ids, *(() if p.ignore_eos else self.eos)}) if p.min_tokens else [] for p in params
-        ]
-        early = [dict.fromkeys(ids, -math.inf) for ids in ends]  # what would end an output before `min_tokens`
+        early: list[dict[int, float]] = []  # tokens that would end an output before `min_tokens`
+        for p in params:
+            ends: set[int] = set()
+            if p.min_tokens > 0:
+                ends.update(p.stop_token_ids)
+                if not p.ignore_eos:
+                    ends.update(self.eos)
+            early.append(dict.fromkeys(sorted(ends), -math.inf))
         for sparse, pairs in ((self.bias, [p.logit_bias for p in params]), (self.stops, early)):
             width = sparse.ids.shape[1]
             if width > 0:

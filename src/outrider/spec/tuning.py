@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from ..types import MAX_DRAFT
@@ -61,6 +62,9 @@ class Tuning:
     rival: float = 1.02  # minimum advantage of another drafter for a sequence of a batch
 
 
+MATCH_RANGES = (2, 4, 8, 20)  # the longest match of each row of `ngram_prior` but the last
+
+
 def match_range(length: int) -> int:
     """The row of `ngram_prior` for a match of this length."""
-    return 0 if length <= 2 else 1 if length <= 4 else 2 if length <= 8 else 3 if length <= 20 else 4
+    return bisect_left(MATCH_RANGES, length)
