@@ -73,7 +73,7 @@ class PrefillGraphs:
             return
         self.ran += key.rows
         self.runner.store.flush()
-        self._write(chunks, key)
+        self._write_inputs(chunks, key)
         graph.replay()
 
     def key(self, chunks: PromptChunks) -> PrefillKey | None:
@@ -97,7 +97,7 @@ class PrefillGraphs:
         """The graph of this key, captured if necessary. After a failure only passes of fewer rows are captured."""
         if key in self.cache.graphs or key in self.cache.refused:
             return self.cache.graphs.get(key)
-        self._write([], key)  # the warm-up runs on the scratch page alone
+        self._write_inputs([], key)  # the warm-up runs on the scratch page alone
         graph = self.cache.capture(key, partial(prompt_pass, self.runner, self._numbers, key), self.runner.divided)
         if not isinstance(graph, str):
             self.cache.graphs[key] = graph
@@ -135,7 +135,7 @@ class PrefillGraphs:
             self.capture(key)
         self.fixed = True
 
-    def _write(self, chunks: PromptChunks, key: PrefillKey) -> None:
+    def _write_inputs(self, chunks: PromptChunks, key: PrefillKey) -> None:
         """The graph's inputs: ids, positions, sequence and next token of each row; then for each sequence, the idle one
         last, where its rows begin (and where the last ends), its slot, and the slot for its last hidden state."""
         idle = self.idle
