@@ -251,6 +251,7 @@ class StepFeatures:
     """Features of a step's decode rows that an executor may not support."""
 
     altered: bool = False  # history or masks change the logits of some sequence
+    drafts: bool = False  # some sequence has a draft, the host's or a network's
     drafters: frozenset[str] = frozenset()  # networks that draft
     tree_drafters: frozenset[str] = frozenset()  # those that draft trees
     filtered_trees: bool = False  # trees of sequences with filters
@@ -261,6 +262,7 @@ class StepFeatures:
         trees = [row for row in rows if row.plan.nodes > 0]
         return StepFeatures(
             altered=any([row.seq.altered for row in rows]),
+            drafts=any([row.plan.k > 0 for row in rows]),
             drafters=frozenset([row.plan.drafter for row in rows if row.plan.drafter and row.host_draft is None]),
             tree_drafters=frozenset([row.plan.drafter for row in trees if row.plan.drafter]),
             filtered_trees=any([not row.seq.request.params.temperature_only for row in trees]),
