@@ -135,7 +135,7 @@ def main() -> None:
         group.send(None)
     if group.tp.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
-    group.close(told=True)
+    group.close(announced=True)
     os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
 
 

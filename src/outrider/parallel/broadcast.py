@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 
 # ---- messages
-# by group, new pages: index of the first, and physical pages
-Pages = dict[GroupName, tuple[int, list[int]]]
+Pages = dict[GroupName, tuple[int, list[int]]]  # new pages by group: the index of the first, and physical pages
 
 
 class SeqUpdate(NamedTuple):
@@ -85,8 +84,8 @@ class Leader:
         engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.runner.scoring = self._scoring
 
-    def send(self, command: str, *arguments: object) -> None:
-        """command: a method of `Follower`."""
+    def send(self, command: str, **arguments: object) -> None:
+        """command: a method of `Follower`; its arguments by name."""
         self.group.send((command, arguments))
 
     def message(self, batch: StepBatch) -> StepMessage | None:
@@ -127,7 +126,8 @@ class Leader:
     @contextmanager
     def _scoring(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Iterator[None]:
         with self.together():
-            self.send("score", cache.slot, new_pages(cache, {}), tokens, begin, logits)
+            pages = new_pages(cache, {})
+            self.send("score", slot=cache.slot, pages=pages, tokens=tokens, begin=begin, logits=logits)
             yield
 
     @contextmanager
@@ -183,12 +183,12 @@ class BroadcastExecutor:
         if not self.async_results or not batch.decode:
             return self.inner.plan(batch)
         with self.leader.together():  # capturing runs the step
-            self.leader.send("plan", self.index, self.leader.message(batch))
+            self.leader.send("plan", executor=self.index, step=self.leader.message(batch))
             return self.inner.plan(batch)
 
     def launch(self, plan: Plan) -> PendingStep:
         with self.leader.together():
-            self.leader.send("launch", self.index, self.leader.message(plan.batch))
+            self.leader.send("launch", executor=self.index, step=self.leader.message(plan.batch))
             return self.inner.launch(plan)
 
     def read(self, pending: PendingStep) -> DecodeOutputs | None:
@@ -196,12 +196,12 @@ class BroadcastExecutor:
 
     def probe(self, part: CostPart, batch: int, k: int, context: int) -> None:
         with self.leader.together():
-            self.leader.send("probe", self.index, part, batch, k, context)
+            self.leader.send("probe", executor=self.index, part=part, batch=batch, k=k, context=context)
             self.inner.probe(part, batch, k, context=context)
 
     def prepare(self, served: bool = True, progress: Progressed = lambda what, done, total: None) -> str:
         with self.leader.together():
-            self.leader.send("prepare", self.index, served)
+            self.leader.send("prepare", executor=self.index, served=served)
             return self.inner.prepare(served, progress)
 
     def can_probe(self, part: CostPart) -> bool:
@@ -317,8 +317,9 @@ def follow(engine: Engine, group: ProcessGroup) -> None:
     group.executors = list(engine.executors)
     with torch.inference_mode():
         while True:
-            command = group.receive()
-            if command is None:
+            message = group.receive()
+            if message is None:
                 return
-            assert isinstance(command, tuple)
-            getattr(follower, command[0])(*command[1])
+            assert isinstance(message, tuple)
+            command, arguments = message
+            getattr(follower, command)(**arguments)

@@ -48,7 +48,8 @@ class PeerLost(Exception):
 
 
 @contextmanager
-def parting() -> Iterator[None]:
+def peer_errors() -> Iterator[None]:
+    """Raises `PeerLost` for errors of collectives inside."""
     try:
         yield
     except RuntimeError as error:  # includes torch's errors of collectives
@@ -56,7 +57,7 @@ def parting() -> Iterator[None]:
 
 
 def is_worker() -> bool:
-    """Whether this process was started as one of several, and not as the first."""
+    """True if this process was started as one of several, and not as the first."""
     return _number("RANK") > 0
 
 
@@ -118,43 +119,43 @@ class ProcessGroup(Collectives):
         every = self._every(padded)
         return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
 
-    def _every(self, mine: Tensor) -> Tensor:
+    def _every(self, part: Tensor) -> Tensor:
         """[world, ...]: all processes' tensors, in the order of the ranks. With one process it is in place already."""
-        every = mine if self.tp.world == 1 else mine.new_empty((self.tp.world * mine.shape[0], *mine.shape[1:]))
-        with parting():
+        every = part if self.tp.world == 1 else part.new_empty((self.tp.world * part.shape[0], *part.shape[1:]))
+        with peer_errors():
             if self.device.type == "cuda":
                 # one kernel of NCCL, which a CUDA graph captures like any other
-                dist.all_gather_into_tensor(every, mine)
+                dist.all_gather_into_tensor(every, part)
             else:
-                dist.all_gather(list(every.chunk(self.tp.world)), mine)
-        return every.view(self.tp.world, *mine.shape)
+                dist.all_gather(list(every.chunk(self.tp.world)), part)
+        return every.view(self.tp.world, *part.shape)
 
     # ---- control messages
     def send(self, message: object) -> None:
         """Broadcasts rank 0's message to all others."""
-        with parting():
+        with peer_errors():
             dist.broadcast_object_list([message], 0, group=self.control_group)
 
     def receive(self) -> object:
         """Rank 0's next message."""
         box: list[object] = [None]
-        with parting():
+        with peer_errors():
             dist.broadcast_object_list(box, 0, group=self.control_group)
         return box[0]
 
     def all_reduce_min(self, numbers: Sequence[int], error: str | None = None) -> list[int]:
         """The elementwise minimum over processes. `error`: why this process has no values; it is raised in all."""
-        every: list[tuple[Sequence[int], str | None]] = [((), None)] * self.tp.world
-        with parting():
-            dist.all_gather_object(every, (numbers, error), group=self.control_group)
-        for rank, (_, wrong) in enumerate(every):
-            where = f"process {rank} of --tensor-parallel {self.tp.world}: " if rank else ""
-            require(wrong is None, f"{where}{wrong}")
-        return [min(each) for each in zip(*(values for values, _ in every))]
+        replies: list[tuple[Sequence[int], str | None]] = [((), None)] * self.tp.world
+        with peer_errors():
+            dist.all_gather_object(replies, (numbers, error), group=self.control_group)
+        for rank, (_, reason) in enumerate(replies):
+            where = f"process {rank} of --tensor-parallel {self.tp.world}: " if rank > 0 else ""
+            require(reason is None, f"{where}{reason}")
+        return [min(values) for values in zip(*(values for values, _ in replies))]
 
     # ---- the end
-    def close(self, told: bool = False) -> None:
-        """Ends all processes together; those that hang are killed. told: the others already know of the end."""
+    def close(self, announced: bool = False) -> None:
+        """Ends all processes together; those that hang are killed. announced: the others already know of the end."""
         if not self._open:
             return
         self._open = False
@@ -163,7 +164,7 @@ class ProcessGroup(Collectives):
         late = threading.Timer(EXIT_TIMEOUT_S, self._force)  # a process may be stuck
         late.daemon = True
         late.start()
-        if self.tp.rank == 0 and not told:
+        if self.tp.rank == 0 and not announced:
             self.send(None)
         dist.barrier(group=self.control_group)
         self.watch.stop()
