@@ -49,25 +49,27 @@ class Track:
 
     pages: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    sure: int = 0  # positions below this were compared before; committed tokens do not change
+    num_matching: int = 0  # the first positions, whose cached tokens are the text's; committed tokens do not change
     unlisted: dict[int, None] = field(default_factory=dict)  # its latest tokens that are not on the shortlist, in order
     foreign: bool = False  # it has an id beyond the draft model's vocabulary
-    looked: int = 0  # positions below this were looked through for both
+    num_scanned: int = 0  # the first tokens, which `scan` has seen
 
-    def agree(self, tokens: Sequence[int]) -> int:
-        while self.sure < min(len(self.cached), len(tokens)) and self.cached[self.sure] == tokens[self.sure]:
-            self.sure += 1
-        return self.sure
+    def match(self, tokens: Sequence[int]) -> int:
+        """The number of first positions whose cached K/V is that of this text."""
+        end = min(len(self.cached), len(tokens))
+        while self.num_matching < end and self.cached[self.num_matching] == tokens[self.num_matching]:
+            self.num_matching += 1
+        return self.num_matching
 
-    def look(self, tokens: Sequence[int], known: bytearray) -> None:
-        """known: of each of the draft model's ids, is it on the shortlist?"""
-        for token in tokens[self.looked :]:
-            if token >= len(known):
+    def scan(self, tokens: Sequence[int], is_listed: bytearray) -> None:
+        """Look for foreign and unlisted ids among new tokens. is_listed: by id of the draft model's vocabulary."""
+        for token in tokens[self.num_scanned :]:
+            if token >= len(is_listed):
                 self.foreign = True
-            elif not known[token]:
+            elif not is_listed[token]:
                 self.unlisted.pop(token, None)  # the latest are last
                 self.unlisted[token] = None
-        self.looked = len(tokens)
+        self.num_scanned = len(tokens)
         while len(self.unlisted) > MAX_UNLISTED:
             del self.unlisted[next(iter(self.unlisted))]
 
@@ -146,9 +148,9 @@ class DraftModel(Drafter):
         ops = model.ops
         self.vocab = model.config.vocab_size if vocab is None else vocab
         self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
-        self.known = bytearray(model.config.vocab_size)
-        for token in listed.tolist() if listed is not None else range(len(self.known)):
-            self.known[token] = 1
+        self.is_listed = bytearray(model.config.vocab_size)
+        for token in listed.tolist() if listed is not None else range(len(self.is_listed)):
+            self.is_listed[token] = 1
         self.chain = ops.draft_chain(model, self.head, listed)
         self.host_rounds = self.chain is not None
         self.pages = DraftPages(model.config, ops.kv_dtype(model.dtype), model.device)
@@ -176,7 +178,7 @@ class DraftModel(Drafter):
         return Track()
 
     def _fits(self, track: Track, tokens: Sequence[int], k: int) -> bool:
-        track.look(tokens, self.known)
+        track.scan(tokens, self.is_listed)
         return not track.foreign and len(tokens) + k <= self.model.config.max_context
 
     # ---- in one call
@@ -190,13 +192,13 @@ class DraftModel(Drafter):
         fit = [i for i, text in enumerate(tokens) if self._fits(texts.tracks[i], text, k)]
         tracks = [texts.tracks[i] for i in fit]
         self._read(tracks, [tokens[i] for i in fit], k, left=READ_ALONE if alone else READ_BESIDE, enough=READ_IN_ROUND)
-        ready = [(i, t) for i, t in zip(fit, tracks) if len(tokens[i]) - t.agree(tokens[i]) <= READ_IN_ROUND]
+        ready = [(i, t) for i, t in zip(fit, tracks) if len(tokens[i]) - t.match(tokens[i]) <= READ_IN_ROUND]
         out = [NO_RESULT] * len(tokens)
         if not ready:
             return out
         behind = []
         for i, track in ready:
-            start = min(track.sure, len(tokens[i]) - 1)
+            start = min(track.num_matching, len(tokens[i]) - 1)
             request = DraftRequest(tokens[i][start:], start, track.pages, seen=list(track.unlisted))
             if plans is not None:
                 request = request._replace(stop=plans[i].stop, drop=plans[i].drop)
@@ -213,7 +215,7 @@ class DraftModel(Drafter):
         spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
-            done = track.agree(text)
+            done = track.match(text)
             count = min(left, len(text) - 1 - done)
             if len(text) - done > enough and count > 0:
                 spans.append((track, text, done, count))
@@ -254,7 +256,7 @@ class DraftModel(Drafter):
         ids = None if names is None else names.expand(len(fit), -1)
 
         def score(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
-            if not j:
+            if j == 0:
                 return ids, scores(hidden)
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
             return ids, scores(self.model.forward(token, view).hidden)
@@ -264,8 +266,9 @@ class DraftModel(Drafter):
         self._last = (tracks, drafted.tokens[:, :-1])
         return padded(drafted, k)
 
-    def _scores(self, beside: Sequence[Collection[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """hidden [F, H] -> logits [F, N], and token ids [N] (None: all). beside: each sequence's unlisted tokens."""
+    def _scores(self, unlisted: Sequence[Collection[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """A function of hidden [F, H] to logits [F, N], and the token ids [N] (None: all). unlisted: tokens that are
+        scored for one sequence each, in addition to the shortlist."""
         model = self.model
         ops = self.model.ops
         cap = self.model.config.softcap
@@ -275,26 +278,26 @@ class DraftModel(Drafter):
         if listed is None:
             shared = min(self.vocab, model.config.vocab_size)
             return lambda hidden: model.logits(hidden)[:, :shared], torch.arange(shared, device=model.device)
-        more = sorted({t for tokens in beside for t in tokens})
+        more = sorted({token for tokens in unlisted for token in tokens})
         if not more:
             return lambda hidden: ops.logits(hidden, self.head, cap), listed
         rows = ops.take_rows(model.head, torch.tensor(more))
-        strange = torch.tensor([[t not in tokens for t in more] for tokens in beside])  # [F, M] of other sequences
+        of_others = torch.tensor([[token not in tokens for token in more] for tokens in unlisted])  # [F, M]
 
-        def scored(h: Tensor) -> Tensor:
-            known_logits = ops.logits(h, rows, cap).masked_fill(strange, -math.inf)
-            return torch.cat((ops.logits(h, self.head, cap), known_logits), 1)
+        def scored(hidden: Tensor) -> Tensor:
+            unlisted_logits = ops.logits(hidden, rows, cap).masked_fill(of_others, -math.inf)
+            return torch.cat((ops.logits(hidden, self.head, cap), unlisted_logits), 1)
 
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
         """Run the tokens that each sequence's pages do not hold; returns the newest one's hidden states [F, H]."""
-        while any(len(text) - track.agree(text) > CHUNK for track, text in zip(tracks, texts)):
+        while any(len(text) - track.match(text) > CHUNK for track, text in zip(tracks, texts)):
             self._read(tracks, texts, k, left=CHUNK * len(tracks), enough=CHUNK)
         spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
-            start = min(track.sure, len(text) - 1)
+            start = min(track.num_matching, len(text) - 1)
             spans.append((track, text, start, len(text) - start))
         return self._pass(spans, range(len(spans)))
 
@@ -307,7 +310,7 @@ class DraftModel(Drafter):
                 track.cached += tokens
 
     def unread(self, track: Track, tokens: Sequence[int]) -> int:
-        """How many tokens of a text it has not read, except those that every round reads."""
+        """The number of tokens of a text that it has not read, except those that every round reads."""
         return max(0, len(tokens) - len(track.cached) - 2)
 
     def assume(self, track: Track, tokens: Sequence[int]) -> None:
@@ -315,7 +318,7 @@ class DraftModel(Drafter):
         self._remember()
         self.pages.reserve(track, len(tokens))
         track.cached[:] = tokens
-        track.sure = len(tokens)
+        track.num_matching = len(tokens)
 
     def release(self, track: Track) -> None:
         self._remember()

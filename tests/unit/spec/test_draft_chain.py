@@ -149,7 +149,7 @@ def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
     track = draft_model.Track()
     known = bytearray(10)
     for tokens, scored in (([5, 6, 7], [6, 7]), ([5, 6, 7, 6], [7, 6])):
-        track.look(tokens, known)
+        track.scan(tokens, known)
         assert list(track.unlisted) == scored
 
 
