@@ -81,6 +81,9 @@ class FixedDrafts:
     def choose(self, ready: list[Any]) -> tuple[list[DraftPlan], None]:
         return [self.plan] * len(ready), None
 
+    def host_draft(self, seq: Any, plan: DraftPlan) -> None:
+        return None
+
     def positions(self, plan: DraftPlan) -> int:
         return plan.max_drafted
 

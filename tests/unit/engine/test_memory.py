@@ -152,8 +152,8 @@ def test_tables_of_penalties_are_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     assert penalty_bytes(8, 64) == allocated + gathered
     seen: list[int] = []
 
-    def planned(*arguments: object) -> KVBudget:
-        seen.append(arguments[3])  # type: ignore[arg-type]
+    def planned(*_: object, free: int, **__: object) -> KVBudget:
+        seen.append(free)
         return KVBudget(64, 128)
 
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 30)
