@@ -79,7 +79,7 @@ def test_ctrl_c_while_the_processes_load_ends_the_others(monkeypatch: pytest.Mon
     group = SimpleNamespace(send=lambda _: done.append("send"), abandon=lambda: done.append("abandon"))
     monkeypatch.setattr(llm_module, "join", lambda *_: group)
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm_module, "assemble", interrupted)

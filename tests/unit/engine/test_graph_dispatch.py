@@ -132,7 +132,7 @@ def test_attention_is_compiled_before_the_first_capture(model: Any, monkeypatch:
     executor.prepare(served=False, progress=lambda what, done, total: stages.append(what))
     assert set(steps) == {(key.batch, key.k + 1, key.context) for key in executor.cache.graphs}
     assert stages[0].startswith("compiling kernels") and stages[-1] == "capturing steps and passes"
-    monkeypatch.setattr(model.ops, "compile_attention", lambda *args: 1 / 0)
+    monkeypatch.setattr(model.ops, "compile_attention", lambda *_, **__: 1 / 0)
     executor.close()
     executor.prepare(served=False)
     assert executor.cache.graphs, "without it captures compile"
