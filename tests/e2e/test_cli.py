@@ -334,7 +334,7 @@ def test_prove_with_an_adapter(cli: Any, model: Path, tmp_path: Path) -> None:
         (["generate", "MODEL", "x", "--top-p", "0"], "--top-p must be in (0, 1]"),
         (["generate", "MODEL", "x", "--logprobs", "2"], "add --json"),
         (["generate", "MODEL", "--prompts", "nofile.jsonl", "--n", "2"], "--n is for a single prompt"),
-        (["generate", "MODEL", "a\udcff"], "no Unicode"),
+        (["generate", "MODEL", "a\udcff"], "not valid Unicode"),
         (["generate", "MODEL", "x", "--verify", "block"], "No such option: --verify"),
         (["generate", "MODEL", "x", "--drafter", "nosuch"], "a drafter may also be auto, none, ngram or draft:MODEL"),
         (["chat", "MODEL", "--max-tokens", "0"], "--max-tokens must be"),

@@ -146,7 +146,7 @@ def test_no_tokenizer_and_no_template_are_one_line(folder: Path, tokenizer: Toke
         bare.chat([{"role": "user", "content": "hi"}])
 
 
-@pytest.mark.parametrize(("given", "says"), [("a\udcffb", "no Unicode"), (b"ab", "got bytes"), (7, "got int")])
+@pytest.mark.parametrize(("given", "says"), [("a\udcffb", "not valid Unicode"), (b"ab", "got bytes"), (7, "got int")])
 def test_what_is_no_text_is_one_line(tokenizer: Tokenizer, given: Any, says: str) -> None:
     with pytest.raises(OutriderError, match=says):
         tokenizer.encode(given)

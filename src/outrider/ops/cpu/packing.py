@@ -30,7 +30,7 @@ log = logging.getLogger("outrider")
 Allocate = Callable[..., Tensor]  # (shape, dtype)
 LANES = 16
 BLOCK = 32
-COARSE_BITS = 4.75  # a weight; what is no wider is left as it is where others are rounded to four
+COARSE_BITS = 4.75  # bits of a weight; formats at or below are not re-quantised (the others: to four bits)
 SLICE = 16 << 20  # bytes of the file that are packed before their pages are dropped
 
 
