@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,9 @@ from ..models.inspect import model_size, report
 from ..types import require
 from . import common
 from .common import out
+
+if TYPE_CHECKING:
+    from ..weights.sizes import HeldBytes, HeldFormat
 
 CPU = Hardware(label="a CPU", bandwidth=0.0, rate=0.0, memory=0.0, is_cpu=True)  # only its formats matter here
 VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
@@ -66,16 +69,7 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
         **report(config, per_parameter, asked.context, total_bytes=weights.total, kv_item=kv_item),
     }
     data["formats"] = {name: round(nbytes) for name, nbytes in stored.formats.items()}
-    data["held"] = [
-        {
-            **asdict(how),
-            "tensors": sizes.tensors,
-            "bytes": round(sizes.stored),
-            "cpu_bytes": round(sizes.cpu),
-            "gpu_bytes": round(sizes.gpu),
-        }
-        for how, sizes in stored.layouts.items()
-    ]
+    data["held"] = [layout_row(how, sizes) for how, sizes in stored.layouts.items()]
     mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
     data["mmproj"] = None if mmproj is None else str(mmproj)
     vision = vision_config(files) if load.vision else None
@@ -101,6 +95,17 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
         print(json.dumps(data))
     else:
         show(data)
+
+
+def layout_row(how: HeldFormat, sizes: HeldBytes) -> ForeignDict:
+    """GGUF tensors of one format, for JSON."""
+    return {
+        **asdict(how),
+        "tensors": sizes.tensors,
+        "bytes": round(sizes.stored),
+        "cpu_bytes": round(sizes.cpu),
+        "gpu_bytes": round(sizes.gpu),
+    }
 
 
 def amount(n: float, unit: str = "") -> str:

@@ -94,7 +94,7 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         limit = None if asked.memory is None else int(asked.memory * 2**30)
         cuda = place(load.device).type == "cuda"
         served = ModelPool.listed(
-            listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda
+            listed, lambda model: common.load_llm(model, load), load.engine, limit=limit, settings=settings, cuda=cuda
         )
         served.load_first()
     if not settings.loopback and not settings.api_keys:

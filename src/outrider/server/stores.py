@@ -133,9 +133,9 @@ class FileStore(ClientStore[StoredFile]):
 
     def append(self, file: StoredFile, data: bytes) -> None:
         total = sum(one.size for one in self._of.values()) + len(data)
-        own = sum(one.size for one in self._of.values() if one.client == file.client) + len(data)
+        of_client = sum(one.size for one in self._of.values() if one.client == file.client) + len(data)
         share = share_of_client(MAX_FILE_BYTES)
-        if total > MAX_FILE_BYTES or own > share:
+        if total > MAX_FILE_BYTES or of_client > share:
             limits = f"{MAX_FILE_BYTES >> 20} MiB together, or more than {share >> 20} MiB of one client"
             raise ApiError(413, f"The stored files would take more than {limits}: delete some.", code="storage_full")
         with file.path.open("ab") as out:

@@ -106,9 +106,10 @@ class Trainer:
         said = batch.ids[:, batch.first :].reshape(-1)
         if self.sizes.scored:
             likely = self.target.likely(batch, seen)
-            scored = Scored.choose(likely, said, self.sizes.scored, net.config.vocab_size, (s.seed, self.progress.step))
+            seed = (s.seed, self.progress.step)
+            scored = Scored.choose(likely, said, self.sizes.scored, vocab=net.config.vocab_size, seed=seed)
         head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
-        teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
+        teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored=scored)
         total = torch.zeros((), device=self.device)
         weights = 0.0
         stats = []

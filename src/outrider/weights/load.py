@@ -99,21 +99,26 @@ def load(
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise already_quantised(files, ", ".join(stored))
     halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
+
+    def loaded(name: str, plan: TensorPlan) -> DeviceWeight:
+        parts = [piece.read() for piece in pieces[name]]
+        if name in cuts:
+            where = [f"{source.where}: tensor {each}" for each in plan.sources]
+            parts = [shard_of(*each) for each in zip(parts, cuts[name], where)]
+        # An MTP drafter's steps read dense matrices, or the one format they are compiled for.
+        if not isinstance(config, DrafterConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
+            table = only_looked_up(config, name)
+            weight = packed(plan, parts, ops=ops, device=device, table=table, halves=halves)
+            if weight is not None:
+                return weight
+        filled = dense(plan, parts, device, dtype=dtype, plus_one_done=source.plus_one_done)
+        return transform(config, name, plan=plan, tensor=filled, ops=ops, quantize=quantize)
+
     weights: dict[str, DeviceWeight] = {}
     size = sum(p.nbytes for each in pieces.values() for p in each)
     with progress(f"Loading {Path(files.name).name}", size) as advance:
         for name, plan in plans.items():
-            parts = [piece.read() for piece in pieces[name]]
-            if name in cuts:
-                where = [f"{source.where}: tensor {each}" for each in plan.sources]
-                parts = [shard_of(*each) for each in zip(parts, cuts[name], where)]
-            weight = None
-            # An MTP drafter's steps read dense matrices, or the one format they are compiled for.
-            if not isinstance(config, DrafterConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
-                weight = packed(plan, parts, ops=ops, device=device, table=only_looked_up(config, name), halves=halves)
-            if weight is None:
-                filled = dense(plan, parts, device, dtype=dtype, plus_one_done=source.plus_one_done)
-                weight = transform(config, name, plan=plan, tensor=filled, ops=ops, quantize=quantize)
+            weight = loaded(name, plan)
             for piece in pieces[name]:
                 piece.release()
             weights[name] = weight if keep is None else keep(name, weight)

@@ -178,7 +178,7 @@ class SourceSize:
     stored: float
     gpu: float
     cpu: float
-    held: HeldFormat | None  # GGUF's quantised tensors: how either side stores them
+    storage: HeldFormat | None  # GGUF's quantised tensors: how either side stores them
 
 
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
@@ -190,8 +190,8 @@ def stored_size(files: Files, config: Config, quantize: str | None = None) -> St
     layouts: dict[HeldFormat, HeldBytes] = {}
     for source in sources:
         formats[source.kind] = formats.get(source.kind, 0.0) + source.stored
-        if source.held is not None:
-            layouts.setdefault(source.held, HeldBytes()).add(source)
+        if source.storage is not None:
+            layouts.setdefault(source.storage, HeldBytes()).add(source)
     return StoredSize(
         total=sum(source.stored for source in sources),
         token=sum(source.stored * source.share for source in sources),
@@ -249,10 +249,10 @@ class Sizer:
             gpu = prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
         looked_up = only_looked_up(self.config, name) and kind not in CONVERTED
         in_file = looked_up or kind not in CPU_LAYOUTS
-        held = None
+        storage = None
         if kind in CPU_LAYOUTS:
             on_cpu = "rows in the file" if in_file else CPU_LAYOUTS[kind].about
-            held = HeldFormat(kind, on_cpu, "bf16" if layout is None else f"{layout.bits}-bit codes")
+            storage = HeldFormat(kind, on_cpu, "bf16" if layout is None else f"{layout.bits}-bit codes")
         return SourceSize(
             kind=kind,
             parameters=prod(shape),
@@ -260,7 +260,7 @@ class Sizer:
             stored=stored,
             gpu=gpu,
             cpu=stored if in_file else prod(shape) * CPU_LAYOUTS[kind].bits / 8,
-            held=held,
+            storage=storage,
         )
 
     def _format(self, plan: TensorPlan, source: str) -> Format | None:

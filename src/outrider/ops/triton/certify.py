@@ -192,7 +192,7 @@ def certify_here(ops: TritonOps, say: Callable[[str], None] | None = None) -> Ce
 
 
 def certify_in_child(ops: TritonOps) -> None:
-    """The same in another process: a kernel that traps ends that process alone."""
+    """Certifies in another process, which a kernel that traps ends alone."""
     command = [sys.executable, "-m", "outrider", "doctor", "--kernels", "--json"]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=CHILD_SECONDS, check=True)
 
