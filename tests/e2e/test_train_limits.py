@@ -309,8 +309,8 @@ def test_progress_is_shown_and_bad_options_are_one_line(
         and "step 1, loss" in text.err
         and "2 steps" in text.err
     )
-    assert "to try it: outrider chat" in text.out
-    assert "measured here on held-out prompts: " in text.out and " × plain decoding: " in text.out
+    assert "to try it" in text.out and ": outrider chat" in text.out
+    assert "measured here on held-out prompts: " in text.out and " × plain decoding. " in text.out
     assert "(a greedy and a sampled answer each): " in text.err and " answers to make" in text.err
     for more, message in (
         (("--minutes", "0"), "--minutes must be above 0"),

@@ -51,11 +51,14 @@ def train(
             f"held-out prompts, greedy: {per[4]:.2f} tokens per cycle at K = 4, {per[8]:.2f} at K = 8; "
             f"first draft token right {final['acceptance_by_position'][0]:.0%}"
         )
-        if "gain" in result:
-            gain = result["gain"]
-            out.print(f"measured here on held-out prompts: {gain['speedup']:.2f} × plain decoding: {gain['verdict']}")
+        gain = result.get("gain")
+        if gain is not None:
+            verdict = gain["verdict"].capitalize()
+            out.print(f"measured here on held-out prompts: {gain['speedup']:.2f} × plain decoding. {verdict}")
         if "too_few_steps" not in result:
-            out.print(f"to try it: outrider chat {asked.target} --drafter {asked.out / 'drafter'}")
+            is_useful = gain is None or gain["useful"]
+            to_try = "to try it" if is_useful else "to try it all the same"
+            out.print(f"{to_try}: outrider chat {asked.target} --drafter {asked.out / 'drafter'}")
     if "stopped" in result:
         raise typer.Exit(128 + int(result["stopped"]))
     if "too_few_steps" in result:

@@ -44,16 +44,18 @@ class Gain:
             return "use it"
         if self.speedup > WORTHLESS:
             return "hardly faster: more prompts and more minutes are needed"
-        return "do not use it: plain decoding is as fast here; more prompts and more minutes are needed"
+        plain = "as fast" if self.speedup >= 1 / WORTHLESS else "faster"
+        return f"do not use it: plain decoding is {plain} here; more prompts and more minutes are needed"
 
     def line(self) -> str:
+        """The measured speeds; the verdict comes with the results."""
         plain = self.tokens / self.plain_seconds
         drafting = self.tokens / self.drafting_seconds
         over = f"{self.prompts} held-out prompts, {self.tokens} tokens: {plain:.1f} tokens per second plain"
-        line = f"measured here on {over}, {drafting:.1f} drafting, {self.speedup:.2f} × plain: {self.verdict}"
+        line = f"measured here on {over}, {drafting:.1f} drafting"
         return line if self.load_note is None else f"{line} ({self.load_note})"
 
-    def to_json(self) -> dict[str, float | str]:
+    def to_json(self) -> dict[str, float | str | bool]:
         return {
             "speedup": round(self.speedup, 3),
             "plain_tps": round(self.tokens / self.plain_seconds, 2),
@@ -61,6 +63,7 @@ class Gain:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "verdict": self.verdict,
+            "useful": self.speedup > WORTHLESS,
         }
 
 

@@ -15,13 +15,21 @@ from outrider.train.gain import Gain, timed_pairs
 
 @pytest.mark.parametrize(
     "speedup, verdict",
-    [(1.5, "use it"), (1.1, "use it"), (1.06, "hardly faster"), (1.02, "do not use it"), (0.8, "do not use it")],
+    [
+        (1.5, "use it"),
+        (1.1, "use it"),
+        (1.06, "hardly faster"),
+        (1.02, "do not use it: plain decoding is as fast"),
+        (0.99, "do not use it: plain decoding is as fast"),
+        (0.8, "do not use it: plain decoding is faster"),
+    ],
 )
 def test_the_verdict_follows_the_measured_speed(speedup: float, verdict: str) -> None:
     gain = Gain(prompts=4, tokens=400, plain_seconds=8.0 * speedup, drafting_seconds=8.0)
     assert gain.verdict.startswith(verdict)
     assert gain.to_json()["speedup"] == speedup
-    assert f"{speedup:.2f} × plain: {verdict}" in gain.line()
+    assert gain.to_json()["useful"] == (speedup > 1.02)
+    assert gain.line().endswith("50.0 drafting")
 
 
 @dataclass
