@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.test_cpu_kernels import KINDS, seeded, weight
+from tests.kv import build_kv
+from tests.parity.test_cpu_kernels import KINDS, MODELS, seeded, weight
 
+from outrider.cache.store import last_rows
+from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.ops.backend import ExpertWeights
 from outrider.ops.cpu import build
 from outrider.ops.cpu.lib import FILE_TYPES
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import BLOCKS
+from outrider.weights.load import dummy_weights
 
 EMULATION = Path(__file__).with_name("emulated_tiles.h")
 LEVELS = (*(["amx"] if "amx" in build.runnable() else []), *(["emulated"] if "avx512bf16" in build.runnable() else []))
@@ -86,6 +91,33 @@ def test_experts_of_many_rows(tiles: CpuOps, kinds: tuple[str, str]) -> None:
     together = tiles.moe(x * 0.5, x, experts)
     for rows in (1, 6, 30):
         assert torch.equal(tiles.moe(x[:rows] * 0.5, x[:rows], experts), together[:rows]), rows
+
+
+def test_adapters_of_many_rows(tiles: CpuOps) -> None:
+    """Their products begin at any row of a tile."""
+    base = tiles.quantize(seeded(32, 64), "int8")
+    part = tiles.lowrank(seeded(6, 64, seed=1), seeded(32, 6, seed=2), torch.ones(32), [(32, 6)], base)
+    x = seeded(70, 64, seed=3)
+    together = tiles.add_lowrank(torch.zeros(70, 32), x, part, None)
+    alone = [tiles.add_lowrank(torch.zeros(1, 32), row, part, None) for row in x.split(1)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_prompt(tiles: CpuOps, name: str) -> None:
+    """Every product of a pass, with rows that stop early: then fewer rows than the first layers had."""
+    config = ModelConfig.from_hf(MODELS[name])
+    counts = [23, 4, 30]
+    ids = torch.randint(0, 96, (sum(counts),), generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for ops in (tiles, CpuOps(threads=2, isa="avx512bf16")):
+        model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, "int4", seed=3), ops))
+        for wanted in (None, [0, 2], list(range(3))):
+            view = build_kv(config, len(counts), 64, 16, torch.float32).view([(0, n) for n in counts])
+            rows = None if wanted is None else last_rows(view, wanted)
+            outputs.append(model.forward(ids, view, (), rows).hidden)
+    for mine, plain in zip(outputs[:3], outputs[3:]):
+        assert torch.equal(mine, plain)
 
 
 def test_keys_and_values_stay_bfloat16(tiles: CpuOps) -> None:

@@ -73,13 +73,14 @@ typedef struct {
 INLINE void product_sums(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc,
                          float *tile, float *up, NextGroup *ahead) {
 #if ISA_AMX
-    if (to->how == TO_GATED && AMX_PAIRS) { product_pair(w, g, g + n / LANES, a, m0, mc, tile, up); return; }
-    if (to->how != TO_GATED && AMX_PAIRS) {
-        if (ahead->group == g) memcpy(tile, ahead->tile, (size_t)mc * LANES * sizeof(float));
-        else if (g < last) {
+    if (AMX_PAIRS && height_of(a) > 1) {
+        if (to->how == TO_GATED) product_pair(w, g, g + n / LANES, a, m0, mc, tile, up);
+        else if (ahead->group == g) memcpy(tile, ahead->tile, (size_t)mc * LANES * sizeof(float));
+        else if (g == last) product_tile(w, g, a, m0, mc, tile);
+        else {
             product_pair(w, g, g + 1, a, m0, mc, tile, ahead->tile);
             ahead->group = g + 1;
-        } else product_tile(w, g, a, m0, mc, tile);
+        }
         return;
     }
 #endif
