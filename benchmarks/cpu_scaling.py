@@ -388,7 +388,7 @@ def fast_bits(report: Report, libs: Libraries, variants: Sequence[str]) -> None:
 
 def tiles_alone(report: Report, libs: Libraries, folder: Path, counts: Sequence[int], only: str) -> None:
     """A minute on a machine with tiles: variants' bits, nanoseconds of a unit, passes; a table at the end."""
-    names = [name for name in VARIANTS if name == BF16 or name.startswith("tiles")]
+    names = list(libs.paths)
     path = written(only, folder)
     report("written", elapsed_s=round(report.elapsed, 1))
     for name in names:

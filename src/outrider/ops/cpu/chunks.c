@@ -250,13 +250,20 @@ INLINE void weigh(ChunkQueries *c, int dtype, int dim, int pairs, float *part, i
     }
 }
 
-/* Weights and sums of `count` queries of a list. */
-INLINE void weights_and_sums(const ChunkQueries *c, const int *queries, int count, float *part, int64_t part_step,
-                             const float **w, float **out) {
+/* Weights, also as pairs, and sums of `count` queries of a list. */
+typedef struct {
+    const float *weights[MIXED];
+    const uint32_t *pairs[MIXED];
+    float *out[MIXED];
+} Mixing;
+INLINE Mixing mixing_of(const ChunkQueries *c, const int *queries, int count, float *part, int64_t part_step) {
+    Mixing mixing;
     for (int j = 0; j < count; j++) {
-        w[j] = query_scores(c, queries[j]);
-        out[j] = part + (int64_t)queries[j] * part_step + LANES;
+        mixing.weights[j] = query_scores(c, queries[j]);
+        mixing.pairs[j] = (const uint32_t *)mixing.weights[j];
+        mixing.out[j] = part + (int64_t)queries[j] * part_step + LANES;
     }
+    return mixing;
 }
 
 /* Weighted sums of the values on the main line. rows: values are read where they lie. */
@@ -265,8 +272,6 @@ INLINE void mix_line(ChunkQueries *c, int dtype, int dim, int pairs, int rows, f
     const void *values = c->b->values[c->s->kv_layer];
     const int wide = padded(dim), from = c->from, to = c->to;
     const int together = c->lines ? even_share(c->lines, MIXED) : 1;
-    const float *w[MIXED];
-    float *out[MIXED];
     for (int k = from & -LANES; !rows && k <= to; k += LANES) {
         for (int i = 0; i < LANES; i++) {
             const int64_t row = finite_row(c, k + i);
@@ -275,19 +280,19 @@ INLINE void mix_line(ChunkQueries *c, int dtype, int dim, int pairs, int rows, f
         }
         for (int i = 0; i < c->lines; i += together) {
             const int count = c->lines - i < together ? c->lines - i : together;
-            weights_and_sums(c, c->line + i, count, part, part_step, w, out);
-            for (int j = 0; j < count; j++) w[j] += k;
-            mix_some(count, w, c->tile, &zero, wide, DT_F32, 0, LANES, out, k > (from & -LANES));
+            Mixing mixing = mixing_of(c, c->line + i, count, part, part_step);
+            for (int j = 0; j < count; j++) mixing.weights[j] += k;
+            mix_some(count, mixing.weights, c->tile, &zero, wide, DT_F32, 0, LANES, mixing.out, k > (from & -LANES));
         }
     }
     for (int i = 0; i < c->lines && (rows || to < 0); i += together) {
         const int count = c->lines - i < together ? c->lines - i : together;
-        weights_and_sums(c, c->line + i, count, part, part_step, w, out);
+        const Mixing mixing = mixing_of(c, c->line + i, count, part, part_step);
         if (pairs) {
             const uint32_t front = from & 1 ? 0xffff0000u : ~0u, back = to & 1 ? ~0u : 0xffffu;
-            mix_some_pairs(count, (const uint32_t *const *)w, values, c->at, dim, from / 2, to / 2 + (to >= 0), front,
-                           back, out, 0);
-        } else mix_some(count, w, values, c->at, wide, dtype, from, to + 1, out, 0);
+            mix_some_pairs(count, mixing.pairs, values, c->at, dim, from / 2, to / 2 + (to >= 0), front, back,
+                           mixing.out, 0);
+        } else mix_some(count, mixing.weights, values, c->at, wide, dtype, from, to + 1, mixing.out, 0);
     }
 }
 
@@ -299,13 +304,12 @@ INLINE void mix_off_line(ChunkQueries *c, int dtype, int dim, int pairs, int row
     for (int i = 0, count; i < c->offs; i += count) {
         const int query = c->off[i], row = query_row(c, query);
         const int first = c->lo[query] & -LANES, shared = rows && first < tail;
-        const float *w[MIXED];
-        float *out[MIXED];
         count = of_one_row(c, i, MIXED);
-        weights_and_sums(c, c->off + i, count, part, part_step, w, out);
-        const uint32_t *const *w_pairs = (const uint32_t *const *)w;
+        const Mixing mixing = mixing_of(c, c->off + i, count, part, part_step);
+        const float *const *w = mixing.weights;
+        float *const *out = mixing.out;
         if (shared && pairs)
-            mix_some_pairs(count, w_pairs, values, c->at, dim, first / 2, tail / 2, ~0u, ~0u, out, 0);
+            mix_some_pairs(count, mixing.pairs, values, c->at, dim, first / 2, tail / 2, ~0u, ~0u, out, 0);
         if (shared && !pairs) mix_some(count, w, values, c->at, wide, dtype, c->lo[query], tail, out, 0);
         for (int k = shared ? tail : first; k <= c->hi[query]; k += LANES) {
             const int more = shared || k > first;
@@ -313,7 +317,7 @@ INLINE void mix_off_line(ChunkQueries *c, int dtype, int dim, int pairs, int row
             for (int j = 0; dtype == DT_I8 && j < count; j++)
                 vf_store((float *)w[j] + k, vf_mul(vf_load(w[j] + k), tile_factors(c->own, 0, dim)));
             if (pairs)
-                mix_some_pairs(count, w_pairs, (const uint32_t *)c->own, nowhere, dim, k / 2, k / 2 + 8, ~0u, ~0u, out,
+                mix_some_pairs(count, mixing.pairs, (const uint32_t *)c->own, nowhere, dim, k / 2, k / 2 + 8, ~0u, ~0u, out,
                                more);
             else if (rows) mix_some(count, w, c->own, nowhere, wide, dtype, k, k + LANES, out, more);
             if (!rows) {
