@@ -151,11 +151,12 @@ def huge_bytes() -> int:
 class Libraries:
     """Compiles the variants in parallel; `chunks.c` once."""
 
-    def __init__(self, folder: Path, names: Sequence[str]):
+    def __init__(self, folder: Path, names: Sequence[str], attention: str = "-O3"):
+        """attention: how it is optimised, which takes most of the time."""
         self.folder = folder
         self.pool = ThreadPoolExecutor(32)
         common = [*build.COMMON.split(), f"-I{build.HERE}"]
-        chunks = self.compiled(build.HERE / "chunks.c", [*common, *build.FLAGS[BF16].split()], "chunks")
+        chunks = self.compiled(build.HERE / "chunks.c", [*common, *build.FLAGS[BF16].split(), attention], "chunks")
         self.paths: dict[str, Future[Path]] = {}
         for i, name in enumerate(names):
             level, definitions = VARIANTS[name]
@@ -542,7 +543,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name, (level, _) in VARIANTS.items() if level in levels]
         if args.tiles:
-            libs = Libraries(folder, [name for name in names if name == BF16 or name.startswith("tiles")])
+            libs = Libraries(folder, [name for name in names if name == BF16 or name.startswith("tiles")], "-O1")
             tiles_alone(report, libs, folder, counts, args.only or "qwen")
             report("done", elapsed_s=round(report.elapsed, 1))
             return
