@@ -25,6 +25,11 @@ MASK = rb"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\x
 RULE = b":outrider-aarch64:M::" + MAGIC + b":" + MASK + b":" + os.fsencode(QEMU) + b":F"
 TORCH = "torch==2.10.0"  # the last one that PyPI has for ARM without CUDA's libraries
 PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "jsonschema", "openai", "transformers==5.22.2", "gguf")
+CPUINFO = """processor\t: 0
+Features\t: fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm asimddp i8mm bf16
+model name\t: qemu max
+
+"""
 # more than a hundred tests of commands, the server, and answers with and without drafts; none needs a network
 TESTS = (
     *("tests/e2e/test_cli.py", "tests/e2e/test_server.py", "tests/e2e/test_server_options.py"),
@@ -48,9 +53,14 @@ def prepare(root: Path) -> None:
     if not (root / "usr" / "bin" / "python3").exists():
         options = ["--arch=arm64", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
         subprocess.run(["debootstrap", *options, "bookworm", root], check=True)
-    for name in ("proc", "dev"):
+    for name in ("proc", "dev", "sys"):
         if not os.path.ismount(root / name):
             subprocess.run(["mount", "--bind", f"/{name}", root / name], check=True)
+            subprocess.run(["mount", "--make-private", root / name], check=True)  # or the next one would show in /proc
+    cpuinfo = root / "proc" / "cpuinfo"
+    if not os.path.ismount(cpuinfo):  # qemu shows this machine's, not that of the processor it emulates
+        (root / "cpuinfo").write_text(CPUINFO, encoding="ascii")
+        subprocess.run(["mount", "--bind", root / "cpuinfo", cpuinfo], check=True)
     shutil.copy("/etc/resolv.conf", root / "etc")
 
 

@@ -146,6 +146,13 @@ def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(
     assert build.cache_path("cuda", "x") == tmp_path / "spare" / "cuda" / "x"
 
 
+def test_an_emulated_machine_has_levels_of_its_own_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under qemu a program for ARM reads the features of the x86 machine: avx512bf16 was the level, and no library."""
+    monkeypatch.setattr(build, "machine", lambda: "aarch64")
+    monkeypatch.setattr(build, "cpu_flags", lambda: set(" ".join(build.NEEDS.values()).split()) - {"i8mm", "asimddp"})
+    assert build.runnable() == ("generic",)
+
+
 def without_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(folder))

@@ -106,8 +106,10 @@ def request_tiles() -> str | None:
 
 
 def runnable() -> tuple[str, ...]:
-    """The levels that this processor can run, best first."""
-    return tuple(isa for isa in FLAGS if not missing(isa))
+    """The levels that this processor can run, best first. Only those of its architecture: in a container for ARM that
+    an x86 machine emulates, /proc/cpuinfo lists the machine's features."""
+    levels = WHEEL_LEVELS.get(machine(), ("generic",))
+    return tuple(isa for isa in levels if not missing(isa))
 
 
 def best_isa() -> str:
