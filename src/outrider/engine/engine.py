@@ -358,7 +358,7 @@ class Engine:
     def _advance(self, previous: PendingStep | None) -> PendingStep | None:
         """Launch the next step and commit the previous one, which may still run. Returns the launched step if it is
         read one step behind; None: nothing is in flight."""
-        if any(seq.answer.matcher is not None for seq in self.scheduler.running):
+        if previous is not None and any([seq.answer.matcher is not None for seq in self.scheduler.running]):
             self._complete(previous)  # a grammar's next masks depend on the emitted tokens
             previous = None
         if self.store.disk is not None:

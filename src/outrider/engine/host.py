@@ -98,6 +98,8 @@ class HostExecutor(Executor):
 
     def _drafts_before(self, rows: DecodeRows, sampling: SamplingBatch, trust: Trust) -> dict[int, DraftResult]:
         """By index of the sequence, drafts of networks whose rounds are not part of the call."""
+        if Proposer.HOST not in self.proposers.values():
+            return {}
         which = [i for i, row in enumerate(rows) if row.needs_draft and self._proposer(row) == Proposer.HOST]
         if not which:
             return {}

@@ -259,14 +259,33 @@ class StepFeatures:
 
     @staticmethod
     def of(rows: DecodeRows) -> StepFeatures:
-        trees = [row for row in rows if row.plan.nodes > 0]
+        # one loop: between two passes over the weights every function call runs on cold caches
+        altered = False
+        drafts = False
+        filtered_trees = False
+        drafters: set[str] = set()
+        tree_drafters: set[str] = set()
+        adapters: set[Adapter] = set()
+        for row in rows:
+            seq = row.seq
+            plan = row.plan
+            altered = altered or seq.altered
+            if plan.k > 0:
+                drafts = True
+                if plan.drafter is not None and row.host_draft is None:
+                    drafters.add(plan.drafter)
+                if plan.nodes > 0 and plan.drafter is not None:
+                    tree_drafters.add(plan.drafter)
+                    filtered_trees = filtered_trees or not seq.request.params.temperature_only
+            if seq.adapter is not None:
+                adapters.add(seq.adapter)
         return StepFeatures(
-            altered=any([row.seq.altered for row in rows]),
-            drafts=any([row.plan.k > 0 for row in rows]),
-            drafters=frozenset([row.plan.drafter for row in rows if row.plan.drafter and row.host_draft is None]),
-            tree_drafters=frozenset([row.plan.drafter for row in trees if row.plan.drafter]),
-            filtered_trees=any([not row.seq.request.params.temperature_only for row in trees]),
-            adapters=frozenset([row.seq.adapter for row in rows if row.seq.adapter is not None]),
+            altered=altered,
+            drafts=drafts,
+            drafters=frozenset(drafters),
+            tree_drafters=frozenset(tree_drafters),
+            filtered_trees=filtered_trees,
+            adapters=frozenset(adapters),
         )
 
 
