@@ -58,12 +58,12 @@ def test_a_level_broken_on_purpose_is_rejected_at_start(
         ops = CpuOps(threads=1)
     assert f"-{BEST}-" in ops.version
     (line,) = caplog.messages
-    assert "kernel amx does not serve" in line and "row 5 has other bits than alone" in line
+    assert "kernel amx is not used" in line and "row 5 has other bits than alone" in line
 
 
 def test_an_explicit_level_is_refused_if_it_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     break_level(monkeypatch, "amx", ("amx", BEST))
-    with pytest.raises(build.BuildError, match=r"level amx does not serve on this machine: .* row 5 has other bits"):
+    with pytest.raises(build.BuildError, match=r"level amx is not used on this machine: .* row 5 has other bits"):
         CpuOps(threads=1, isa="amx")
 
 

@@ -251,7 +251,7 @@ def certified_library(isa: str | None = None) -> tuple[ctypes.CDLL, Certificatio
         lib = load(isa)
         certification = certification_of(isa, lib)
         if isa in certification.rejected:
-            raise BuildError(f"level {isa} does not serve on this machine: {certification.rejected[isa]}")
+            raise BuildError(f"level {isa} is not used on this machine: {certification.rejected[isa]}")
         return lib, certification
     table = Registry(TABLE, Processor.here())
     failed: BuildError | None = None
@@ -265,7 +265,7 @@ def certified_library(isa: str | None = None) -> tuple[ctypes.CDLL, Certificatio
         table.apply(certification)
         if kernel.name not in table.rejected:
             return lib, certification
-        failed = BuildError(f"level {kernel.name} does not serve on this machine: {table.rejected[kernel.name]}")
+        failed = BuildError(f"level {kernel.name} is not used on this machine: {table.rejected[kernel.name]}")
     raise failed or BuildError("no level runs on this machine")
 
 
