@@ -62,8 +62,9 @@ WHEEL_LEVELS = {
     "x86_64": ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "generic"),
     "aarch64": ("i8mm", "dotprod", "generic"),
 }
-# No contraction: a sum must round the same in every tile it is part of.
-COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter"
+# No contraction: a sum must round the same in every tile it is part of. Floats are also read as the pairs of bfloat16
+# that they hold, which strict aliasing would let a compiler reorder.
+COMMON = "-std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno -fno-tree-ter -fno-strict-aliasing"
 # Linux's system call, its request for the use of an extended register state, and the number of the tile registers
 ARCH_PRCTL = 158
 ARCH_REQ_XCOMP_PERM = 0x1023
