@@ -145,7 +145,7 @@ class GroupedBlock(BlockNet):
         return self.masks[key]
 
     def attend(
-        self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, block_rows: BlockRows, first: int
+        self, layer: DraftLayer, x: Tensor, angles: Rotations, kv: KVView, block: BlockRows, first: int
     ) -> Tensor:
         spec = layer.attn.spec
         groups, most = self.start.shape

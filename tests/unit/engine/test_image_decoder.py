@@ -212,8 +212,8 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
 def test_what_an_image_took_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(child_process.__file__).read_text()
     script = tmp_path / "child_process.py"
-    assert f"QUICK = {QUICK_S}\n" in source  # no idle time: on a busy machine it may never come
-    script.write_text(source.replace(f"QUICK = {QUICK_S}\n", "QUICK = 99\n"))
+    assert f"QUICK_S = {QUICK_S}\n" in source  # no idle time: on a busy machine it may never come
+    script.write_text(source.replace(f"QUICK_S = {QUICK_S}\n", "QUICK_S = 99\n"))
     monkeypatch.setattr(child_process, "__file__", str(script))
     decoder = ImageDecoder(seconds=PATIENCE)
     sizes = list[int]()

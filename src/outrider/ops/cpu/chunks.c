@@ -317,8 +317,8 @@ INLINE void mix_off_line(ChunkQueries *c, int dtype, int dim, int pairs, int row
             for (int j = 0; dtype == DT_I8 && j < count; j++)
                 vf_store((float *)w[j] + k, vf_mul(vf_load(w[j] + k), tile_factors(c->own, 0, dim)));
             if (pairs)
-                mix_some_pairs(count, mixing.pairs, (const uint32_t *)c->own, nowhere, dim, k / 2, k / 2 + 8, ~0u, ~0u, out,
-                               more);
+                mix_some_pairs(count, mixing.pairs, (const uint32_t *)c->own, nowhere, dim, k / 2, k / 2 + 8, ~0u, ~0u,
+                               out, more);
             else if (rows) mix_some(count, w, c->own, nowhere, wide, dtype, k, k + LANES, out, more);
             if (!rows) {
                 const float *here[MIXED];
