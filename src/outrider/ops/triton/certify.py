@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -37,7 +39,7 @@ log = logging.getLogger("outrider")
 OPS = Path(__file__).resolve().parents[1]
 # Cards on which tests and benchmarks compared the bits of every kernel (docs/gpu-inside.md)
 COMPARED_CARDS = ("NVIDIA H200",)
-CHILD_SECONDS = 1800  # kernels are compiled
+CHILD_SECONDS = 600  # kernels are compiled
 PAGE_SIZE = 32
 DENSE_SHAPES = ((512, 2048), (256, 8192))  # outputs, columns: one span, several spans
 QUANTISED_SHAPE = (512, 2048)
@@ -191,22 +193,44 @@ def certify_here(ops: TritonOps, say: Callable[[str], None] | None = None) -> Ce
     return done
 
 
+def failure_file(ops: TritonOps) -> Path:
+    """Says why this card could not be certified; without results, no later start tries again."""
+    return stored_at(ops).with_suffix(".failed")
+
+
 def certify_in_child(ops: TritonOps) -> None:
     """Certifies in another process, which a kernel that traps ends alone."""
     command = [sys.executable, "-m", "outrider", "doctor", "--kernels", "--json"]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=CHILD_SECONDS, check=True)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_device(ops.semaphores.device.index or 0)}
+    subprocess.run(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=CHILD_SECONDS, check=True
+    )
+
+
+def visible_device(index: int) -> str:
+    """The name by which another process sees this process's card alone."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[index] if index < len(visible) else str(index)
 
 
 def apply_certification(ops: TritonOps) -> None:
     """Rejects the kernels that failed on this card, and promises the rows that agreed. A card that was never compared
     certifies now."""
     certification = registry.load(stored_at(ops), identity(ops))
-    if not certification.results and not ops.card.name.startswith(COMPARED_CARDS):
-        log.info("comparing the bits of all kernels on this %s, once; this takes a minute or more", ops.card.name)
+    failure = failure_file(ops)
+    if not certification.results and not ops.card.name.startswith(COMPARED_CARDS) and not failure.exists():
+        log.warning("comparing the bits of all kernels on this %s, once; this takes a minute or more", ops.card.name)
         try:
             certify_in_child(ops)
         except (OSError, subprocess.SubprocessError) as error:
-            log.warning("the kernels' bits could not be compared on this card: %s", str(error).splitlines()[0])
+            reason = str(error).splitlines()[0]
+            log.warning(
+                "the kernels' bits could not be compared on this card (%s); `outrider doctor --kernels` tries again",
+                reason,
+            )
+            with suppress(OSError):
+                failure.parent.mkdir(parents=True, exist_ok=True)
+                failure.write_text(reason + "\n", encoding="utf-8")
         certification = registry.load(stored_at(ops), identity(ops))
     ops.apply(certification)
 
