@@ -246,8 +246,7 @@ class PendingStep:
     num_captures: int = 0  # the executor's, when it was launched
 
 
-@dataclass(frozen=True, slots=True)
-class StepFeatures:
+class StepFeatures(NamedTuple):
     """Features of a step's decode rows that an executor may not support."""
 
     altered: bool = False  # history or masks change the logits of some sequence
