@@ -60,12 +60,14 @@ def opened(path: str, flags: int) -> int:
     """An opener for `open`: a file or a pipe; a pipe without a writer is empty. Refuses devices, which may be
     endless."""
     if sys.platform == "win32":
-        return os.open(path, flags)
-    number = os.open(path, flags | os.O_NONBLOCK)
+        number = os.open(path, flags)
+    else:
+        number = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISCHR(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "it is a device")
-    os.set_blocking(number, True)
+    if sys.platform != "win32":
+        os.set_blocking(number, True)
     return number
 
 

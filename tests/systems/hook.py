@@ -116,7 +116,7 @@ class Reduced(ModuleType):
 
     def __init__(self, module: ModuleType, hidden: set[str], changed: dict[str, object]) -> None:
         super().__init__(module.__name__)
-        self.__dict__.update(_module=module, _hidden=hidden, _changed=changed)
+        self.__dict__.update(_module=module, _hidden=hidden, _changed=changed, _replaced={})
 
     def __getattr__(self, name: str) -> Any:
         if name in self._hidden:
@@ -124,10 +124,16 @@ class Reduced(ModuleType):
         return self._changed[name] if name in self._changed else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self._module):
+            self._replaced.setdefault(name, getattr(self._module, name))
         setattr(self._module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._module, name)
+        """What pytest's monkeypatch undoes a replacement by: the name seems to be inherited, not this object's own."""
+        if name in self._replaced:
+            setattr(self._module, name, self._replaced.pop(name))
+        else:
+            delattr(self._module, name)
 
 
 def is_ours(names: dict[str, Any] | None) -> bool:

@@ -60,7 +60,7 @@ def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.Monke
         "--port",
         "7",
         "--host",
-        "here",
+        "localhost",
         "--api-key",
         "own",
         "--api-key-file",
@@ -77,7 +77,7 @@ def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.Monke
         "--allowed-origin",
         "http://b",
     ]
-    with pytest.raises(OutriderError, match="here 7"):
+    with pytest.raises(OutriderError, match="localhost 7"):
         typer.main.get_command(app(("doctor", "serve")))(words, standalone_mode=False)
     got = told[-1]
     assert got.api_keys == ("own", "alpha", "beta")

@@ -77,6 +77,7 @@ class FakeSystem:
 
 
 def test_other_machines_are_refused_where_sandboxes_have_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "sys", FakeSystem("linux"))
     require_protection(ServerSettings(model_name="m", host="0.0.0.0"))
     for system in SYSTEMS:
         monkeypatch.setattr(limits, "sys", FakeSystem(system))
@@ -109,6 +110,7 @@ def test_one_process_holds_a_lock(tmp_path: Path) -> None:
             locks.lock_file(second)
 
 
+@pytest.mark.linux
 def test_threads_of_intel_hybrids_are_their_fast_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processor, "SYS", tmp_path)
     monkeypatch.setattr(processor, "CGROUP", tmp_path / "none")
@@ -126,6 +128,7 @@ def test_threads_of_intel_hybrids_are_their_fast_cores(monkeypatch: pytest.Monke
     assert processor.default_threads() == 4
 
 
+@pytest.mark.linux
 def test_threads_of_arm_chips_leave_out_the_small_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processor, "SYS", tmp_path)
     monkeypatch.setattr(processor, "CGROUP", tmp_path / "none")
@@ -145,7 +148,7 @@ def test_threads_of_apple_chips(
     monkeypatch.setattr(processor, "sys", FakeSystem("darwin"))
     monkeypatch.setattr(processor, "CGROUP", tmp_path / "none")
     monkeypatch.setattr(processor, "sysctl", numbers.get)
-    monkeypatch.delattr(processor.os, "sched_getaffinity")
+    monkeypatch.delattr(processor.os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(processor.os, "cpu_count", lambda: 10)
     assert processor.default_threads() == threads
 
@@ -168,6 +171,7 @@ def test_features_of_apple_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processor.machine() == "aarch64"
 
 
+@pytest.mark.linux
 @pytest.mark.skipif(processor.machine() != "x86_64" or sys.platform != "linux", reason="asks an x86 processor")
 def test_cpuid_and_linux_name_the_same_features(tmp_path: Path) -> None:
     """On Windows a wheel's cpuid.dll is all that tells AVX-512's VNNI and AVX-VNNI from AVX2."""
