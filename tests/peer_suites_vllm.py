@@ -110,7 +110,7 @@ add(V, "basic/test_basic", {
 })  # fmt: skip
 add(V, "basic/test_basic", {
     "request_wrong_content_type": lambda api: must(api.http.post("/v1/chat/completions", content="{}", headers={"Content-Type": "text/plain"}).status_code == 415),
-}, "a body that says it is a form")  # fmt: skip
+}, "a body whose content type is a form")  # fmt: skip
 
 
 def ids_of_text(api: Api) -> None:

@@ -85,7 +85,7 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
         monkeypatch.setattr(
             tok, "elsewhere", lambda text, special: (seen.append(len(text)), tok.ids_here(text, special))[1]
         )
-        monkeypatch.setattr("outrider.server.prepare.LONG", 2000)
+        monkeypatch.setattr("outrider.server.prepare.LONG_TEXT", 2000)
         monkeypatch.setattr("outrider.engine.text.LONG_TEXT", 2000)
         answer = s.http.post("/v1/completions", json={"prompt": "a" * 6000})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded" and seen == [3000]
