@@ -20,7 +20,6 @@ from .drafting import Drafting, confidences
 from .grammar import unpacked
 from .model_runner import ModelRunner
 from .step import DecodeRows, Executor, PendingStep, Plan, Sequence, StepBatch, Trust
-from .step_io import mean_context, mean_drafted
 
 
 def count_confidences(confidence: ndarray, ks: abc.Sequence[int], known: abc.Sequence[bool]) -> ndarray:
@@ -58,8 +57,6 @@ class EagerExecutor(Executor):
         pending = PendingStep(self, batch, self.runner.clock())
         if batch.decode:
             pending.outputs = self._run(batch)
-            pending.width = mean_drafted(pending.outputs, batch.decode)
-            pending.context = mean_context(batch.decode)
         return pending
 
     @torch.inference_mode()

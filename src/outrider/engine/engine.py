@@ -386,7 +386,8 @@ class Engine:
         if not batch.decode and not batch.prompts:
             return None
         launched = executor.launch(plan)
-        self._book_launch(launched)
+        if batch.prompts or launched.inflight_tokens:
+            self._book_launch(launched)
         return launched if batch.decode else None
 
     def _book_launch(self, pending: PendingStep) -> None:
@@ -425,7 +426,11 @@ class Engine:
         seq = row.seq
         drafted = int(outputs.num_drafted[i])
         accepted = len(tokens) - 1
-        tree = tree_of(outputs, i)
+        tree = None
+        confidence = None
+        if row.plan.k > 0:
+            tree = tree_of(outputs, i)
+            confidence = confidence_of(outputs, i)
         output = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
         emitted = len(output.texts)
         if seq.first_token_at is None:
@@ -435,12 +440,12 @@ class Engine:
         seq.stats.decode_s = now - seq.first_token_at
         drafter = row.plan.drafter
         self._metrics.count(seq, emitted=emitted, drafted=drafted, accepted=accepted, tree=tree, drafter=drafter)
-        self.controller.observe(
+        self.policy.controller.observe(
             state=seq.controller_state,
             drafter=drafter,
             drafted=drafted,
             accepted=accepted,
-            confidence=confidence_of(outputs, i),
+            confidence=confidence,
             tree=tree,
         )
         if drafted:

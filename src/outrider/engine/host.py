@@ -22,7 +22,7 @@ from ..types import SamplingParams
 from .drafting import Drafting
 from .model_runner import ModelRunner
 from .step import DecodeRow, DecodeRows, Executor, PendingStep, Plan, StepBatch, StepFeatures, Trust
-from .step_io import mean_context, mean_drafted, write_confidence, write_row
+from .step_io import write_confidence, write_row
 
 if TYPE_CHECKING:
     from ..ops.cpu.cycle import CpuCycle
@@ -39,17 +39,20 @@ class HostExecutor(Executor):
         drafter = runner.drafter
         # who drafts in a step, by the network that a plan names; others need another program
         self.proposers: Mapping[str, Proposer] = drafter.proposers_in(cycle) if drafter is not None else {}
+        self._networks = frozenset(self.proposers)
+        self._drafts_outside = Proposer.HOST in self.proposers.values()  # some network drafts before the call
         self.trees = Proposer.MTP in self.proposers.values() and cycle.unread is None
         runner.unread = cycle.unread
         self._probes: dict[int, SamplingBatch] = {}
 
     def supports(self, features: StepFeatures) -> bool:
-        if features.altered or features.filtered_trees or not features.drafters <= self.proposers.keys():
+        if features.altered or features.filtered_trees or not features.drafters <= self._networks:
             return False
-        drafted_outside = any(self.proposers[name] != Proposer.MTP for name in features.tree_drafters)
-        if drafted_outside and self.cycle.unread is not None:
-            return False  # the call accepts no given trees
-        return all(self.cycle.takes(adapter) for adapter in features.adapters)
+        if self.cycle.unread is not None:  # then the call accepts no given trees
+            for name in features.tree_drafters:
+                if self.proposers[name] != Proposer.MTP:
+                    return False
+        return not features.adapters or all(self.cycle.takes(adapter) for adapter in features.adapters)
 
     def plan(self, batch: StepBatch) -> Plan:
         return Plan(batch)
@@ -63,28 +66,30 @@ class HostExecutor(Executor):
         if batch.decode:
             runner.store.flush()
             pending.outputs = self._run(batch)
-            pending.width = mean_drafted(pending.outputs, batch.decode)
-            pending.context = mean_context(batch.decode)
         return pending
 
     def _run(self, batch: StepBatch) -> DecodeOutputs:
         """Make the drafts that the call does not, then run the call."""
         rows = batch.decode
         inputs = self.cycle.inputs
-        sampling = self.runner.sampling([row.seq for row in rows])
-        self.runner.join_unread([row.seq for row in rows])
-        drafts = self._drafts_before(rows, sampling, batch.trust)
-        drafter = None  # of a draft inside of the call; if requests name two, some drafts end a little early or late
-        for i, row in enumerate(rows):
-            proposer = self._proposer(row)
-            if proposer != Proposer.HOST:
-                drafter = row.plan.drafter
-            write_row(inputs, i, row, proposer=proposer, draft=drafts.get(i))
-        adapters = [row.seq.adapter for row in rows]
-        self.cycle.run(len(rows), sampling, adapters=adapters, trust=batch.trust.get(drafter or ""))
+        seqs = [row.seq for row in rows]
+        sampling = self.runner.sampling(seqs)
+        if self.cycle.unread is not None:
+            self.runner.join_unread(seqs)
+        drafts = self._drafts_before(rows, sampling, batch.trust) if self._drafts_outside else {}
         outputs = self.cycle.outputs
         assert outputs.is_tree is not None
-        outputs.is_tree[: len(rows)] = inputs.max_nodes[: len(rows)] > 0
+        drafter = None  # of a draft inside of the call; if requests name two, some drafts end a little early or late
+        for i, row in enumerate(rows):
+            proposer = Proposer.HOST
+            if row.plan.k > 0:
+                proposer = self._proposer(row)
+                if proposer != Proposer.HOST:
+                    drafter = row.plan.drafter
+            write_row(inputs, i, row, proposer=proposer, draft=drafts.get(i))
+            outputs.is_tree[i] = inputs.max_nodes[i] > 0
+        adapters = [seq.adapter for seq in seqs]
+        self.cycle.run(len(rows), sampling, adapters=adapters, trust=batch.trust.get(drafter or ""))
         for i, draft in drafts.items():
             write_confidence(outputs, i, draft.confidence[: inputs.max_draft[i] + 1])
         return outputs
@@ -98,8 +103,6 @@ class HostExecutor(Executor):
 
     def _drafts_before(self, rows: DecodeRows, sampling: SamplingBatch, trust: Trust) -> dict[int, DraftResult]:
         """By index of the sequence, drafts of networks whose rounds are not part of the call."""
-        if Proposer.HOST not in self.proposers.values():
-            return {}
         which = [i for i, row in enumerate(rows) if row.needs_draft and self._proposer(row) == Proposer.HOST]
         if not which:
             return {}

@@ -235,8 +235,9 @@ class PendingStep:
     batch: StepBatch
     began: float  # when its decode rows were started: prompt chunks come before
     rows: int = 0  # prompt rows of this step, with the padding of captured passes
-    width: float = 0.0  # drafted tokens per sequence, as the cost table counts them
-    context: int = 0  # positions, likewise
+    # drafted tokens per sequence and positions, as the cost table counts them; None: those of its rows and outputs
+    width: float | None = None
+    context: int | None = None
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
     # of a step that is read after the next was launched: the most tokens that each sequence may gain by it,
     inflight_tokens: abc.Sequence[int] = ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..ops.decode_io import UNKNOWN, DecodeInputs, DecodeOutputs, Proposer
 from ..spec.plan import VerifiedTree
-from .step import DecodeRow, DecodeRows
+from .step import DecodeRow, DecodeRows, PendingStep
 
 if TYPE_CHECKING:
     from ..ops.backend import DraftResult
@@ -100,10 +100,14 @@ def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -
     return logprobs
 
 
-def mean_drafted(outputs: DecodeOutputs, rows: DecodeRows) -> float:
-    num_drafted: list[int] = outputs.num_drafted[: len(rows)].tolist()
-    return sum(num_drafted) / len(rows)
+def drafted_per_sequence(pending: PendingStep) -> float:
+    """Draft tokens that were verified in a step that was read."""
+    assert pending.outputs is not None
+    count = len(pending.batch.decode)
+    num_drafted: list[int] = pending.outputs.num_drafted[:count].tolist()
+    return sum(num_drafted) / count
 
 
 def mean_context(rows: DecodeRows) -> int:
-    return sum(len(row.seq.tokens) for row in rows) // len(rows)
+    """Positions of these sequences when they were scheduled, the newest token's included."""
+    return sum([row.position + 1 for row in rows]) // len(rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..spec.plan import StepTiming
 from .prefill_budget import CAPTURED_ROWS, PrefillBudget
 from .step import PendingStep, Sequence
+from .step_io import drafted_per_sequence, mean_context
 
 if TYPE_CHECKING:
     from .draft_policy import DraftPolicy
@@ -63,8 +64,8 @@ class StepTimer:
             drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
             timing = StepTiming(
                 batch=len(scheduled),
-                k=pending.width,
-                context=pending.context,
+                k=drafted_per_sequence(pending) if pending.width is None else pending.width,
+                context=mean_context(scheduled) if pending.context is None else pending.context,
                 seconds=seconds,
                 drafter=drafter,
                 tree=pending.tree,
