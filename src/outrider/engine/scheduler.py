@@ -3,7 +3,7 @@
 A step holds the decode rows of every running sequence and prompt chunks up to a budget, so a long prompt delays
 streams little. An image that may not be split exceeds it; overspending is repaid from later steps' budgets, as are a
 client's prompts next to streams of others (`PrefillBudget.charge`). Where rows are dear, clients in the background have
-a part in every fourth step while others run. When pages run out a paused sequence is preempted, else the youngest: it
+a part in every eighth step while others run. When pages run out a paused sequence is preempted, else the youngest: it
 waits at the head of the queue, and its K/V is recomputed with the same bits.
 
 `schedule` may be called again before its plan runs: admissions, reserved pages and preemptions stay, everything that
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .draft_policy import DraftPolicy
 
 RESTORED = object()
-BACKGROUND_EVERY = 4  # steps
+BACKGROUND_EVERY = 8  # steps
 NO_CLIENTS: frozenset[str] = frozenset()
 
 

@@ -3,7 +3,7 @@ request.
 
 Each client has a number that halves every `HALF_LIFE_S`: abandoned answers, and connections without an answer, add to
 it; answers read to the end subtract. Above `TOLERATED` the client is in the background: when rows are expensive, the
-scheduler gives it a part in every fourth step while others run. Stopping an answer now and then is not enough.
+scheduler gives it a part in every eighth step while others run. Stopping an answer now and then is not enough.
 """
 
 from __future__ import annotations
