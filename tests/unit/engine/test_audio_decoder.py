@@ -154,6 +154,7 @@ def test_clips_do_not_wait_for_long_files(decoder: AudioDecoder) -> None:
             decoder._long._lock.acquire()
 
 
+@pytest.mark.linux
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_is_limited() -> None:
     decoder = AudioDecoder(seconds=PATIENCE)

@@ -4,7 +4,6 @@ control tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jinja2
@@ -17,26 +16,35 @@ from outrider.types import OutriderError
 
 HI = [{"role": "user", "content": 'hi < "é" 👩‍👩‍👧 \ud83d'}, {"role": "assistant", "content": "ho"}]
 TURN = "{{ bos_token }}{{ who }}{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-SWITCH = (
-    "{% if how == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    "{% elif how == 'double' %}{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
-    "{% elif how == 'repeat' %}{{ 'x' * 10**10 }}{% elif how == 'wide' %}{{ 'x' | center(10**10) }}"
-    "{% elif how == 'long' %}{{ 'x' * 2**25 }}{% elif how == 'raise' %}{{ raise_exception('not so') }}{% else %}fine{% endif %}"
-)
+BROKEN = {
+    "loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "long": "{{ 'x' * 2**25 }}",
+    "raise": "{{ raise_exception('not so') }}",
+}
+HUGE = {
+    "double": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "repeat": "{{ 'x' * 10**10 }}",
+    "wide": "{{ 'x' | center(10**10) }}",
+}
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[TemplateProcess]:
-    template = TemplateProcess(SWITCH, seconds=3.0, memory=256 << 20)
-    yield template
-    template.close()
-
-
-@pytest.mark.parametrize("how", ["loop", "double", "repeat", "wide", "long", "raise"])
-def test_a_template_without_bounds_ends_its_own_request(process: TemplateProcess, how: str) -> None:
+def ends_its_own_request(branch: str) -> None:
+    process = TemplateProcess(f"{{% if bad %}}{branch}{{% else %}}fine{{% endif %}}", seconds=3.0, memory=256 << 20)
     with pytest.raises(jinja2.TemplateError):
-        process.render({"how": how})
-    assert process.render({"how": "well"}) == "fine"
+        process.render({"bad": True})
+    assert process.render({"bad": False}) == "fine"
+    process.close()
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_template_without_bounds_ends_its_own_request(how: str) -> None:
+    ends_its_own_request(BROKEN[how])
+
+
+@pytest.mark.parametrize("how", HUGE)
+def test_a_template_beyond_its_memory_ends_its_own_request(how: str) -> None:
+    """Some are that large as soon as they are compiled: jinja computes what is constant."""
+    ends_its_own_request(HUGE[how])
 
 
 def test_the_text_is_the_same_as_without_the_process() -> None:

@@ -190,6 +190,7 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     assert process is not None and process.poll() is not None
 
 
+@pytest.mark.linux
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no idle priority")
 def test_an_image_that_takes_long_gets_idle_time_only() -> None:
     """By processor time, whatever else runs; the next image has a priority of its own again."""
@@ -208,6 +209,7 @@ def test_an_image_that_takes_long_gets_idle_time_only() -> None:
     assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
 
 
+@pytest.mark.linux
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_an_image_took_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(child_process.__file__).read_text()
@@ -323,9 +325,13 @@ def test_a_busy_machine_refuses_no_photo() -> None:
     assert DECODE_SECONDS >= 3 * CPU_SECONDS
 
 
-def test_what_has_no_end_or_no_writer_is_refused(tmp_path: Path) -> None:
-    """The size of a device is told as 0; a fifo was waited for without end."""
+def test_a_device_is_refused() -> None:
+    """Its size is told as 0."""
     with pytest.raises(OutriderError, match="cannot read the image /dev/zero: it is a device"):
         read_file(Path("/dev/zero"), "image", MAX_BYTES)
+
+
+def test_a_pipe_without_a_writer_is_empty(tmp_path: Path) -> None:
+    """It was waited for without end."""
     os.mkfifo(tmp_path / "fifo")
     assert read_file(tmp_path / "fifo", "image", MAX_BYTES) == b""

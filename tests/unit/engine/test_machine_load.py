@@ -38,12 +38,14 @@ def stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stat:
     return Stat(tmp_path / "stat", monkeypatch)
 
 
+@pytest.mark.linux
 def test_own_work_is_not_theirs(stat: Stat) -> None:
     others = OtherLoad()
     stat.advance(10.0, own=20.0, others=0.0)
     assert others.share() == pytest.approx(0.0) and others.line() is None
 
 
+@pytest.mark.linux
 def test_theirs_is_said_with_its_share(stat: Stat) -> None:
     others = OtherLoad()
     stat.advance(10.0, own=10.0, others=8.0)
