@@ -2,7 +2,8 @@
 users need no compiler.
 
 Everything else is in pyproject.toml. Without a compiler the wheel is built without them, and says so; an editable
-install compiles at first use, from the sources. OUTRIDER_WHEEL names another system to build for, with Zig's compiler (ops/cpu/targets.py).
+install compiles at first use, from the sources. OUTRIDER_WHEEL names another system to build for, with Zig's compiler
+(ops/cpu/targets.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -56,15 +57,18 @@ class BuildWithKernels(build_py):
             list(pool.map(one, build.WHEEL_LEVELS.get(machine(), ())))
 
 
+class WithKernels(Distribution):
+    """Its files belong to one system: auditwheel refuses a wheel with libraries among those of any system."""
+
+    def has_ext_modules(self):
+        return True
+
+
 class PlatformWheel(bdist_wheel):
     """Any Python 3, but this operating system and processor."""
-
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2] if TARGET is None else TARGET.wheel_tag
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+setup(distclass=WithKernels, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

@@ -47,11 +47,11 @@ def linked_libraries(data: bytes, system: str) -> set[str]:
 
 
 def check(wheel: Path, system: str) -> list[str]:
-    """Foreign libraries of a wheel's kernels."""
+    """Foreign libraries of a wheel's own ones."""
     foreign = list[str]()
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
-            if "/prebuilt/" in entry.filename:
+            if entry.filename.endswith((".so", ".dylib", ".dll")):
                 allowed = SYSTEM_LIBRARIES[system]
                 names = linked_libraries(archive.read(entry), system)
                 own = {Path(entry.filename).name.lower(), "kernels.dll"}

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path, source], check=True)
     [wheel] = tmp_path.glob("outrider-*.whl")
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    with zipfile.ZipFile(wheel) as archive:  # auditwheel refuses libraries in a folder of files for any system
+        assert not [name for name in archive.namelist() if ".data/purelib/" in name]
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     environment = {
         "PATH": "/nowhere",
