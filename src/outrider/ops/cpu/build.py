@@ -255,7 +255,7 @@ def _commands(cc: str, isa: str, objects: Mapping[str, Path], library: str) -> t
     if target is None or isa not in target.levels:
         raise CompilerRefused(f"Zig's compiler makes no {isa} kernels for {sys.platform} on {machine()}")
     compilations = [compile_command(target, isa, unit=name, output=str(out)) for name, out in objects.items()]
-    return compilations, link_command(target, isa, [*map(str, objects.values())], library)
+    return compilations, link_command(target, [*map(str, objects.values())], library)
 
 
 def _run(commands: list[list[str]], folder: str) -> None:

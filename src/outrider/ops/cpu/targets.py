@@ -85,9 +85,11 @@ def compile_command(target: Target, level: str, unit: str, output: str, *options
     return [*_start(target, level), *(options or ZIG_OPTIMISED.split()), "-c", str(HERE / unit), "-o", output]
 
 
-def link_command(target: Target, level: str, objects: list[str], library: str) -> list[str]:
-    """The command that links a level's library."""
-    return [*_start(target, level), "-O3", "-s", "-shared", *objects, "-o", library, *SYSTEM_LIBRARIES[target.system]]
+def link_command(target: Target, objects: list[str], library: str) -> list[str]:
+    """The command that links a library. What it takes from Windows's C library is compiled here, too: for any
+    processor, so that it is compiled once and sines have the same bits in every level."""
+    options = ("-O3", "-s", "-shared", *SYSTEM_LIBRARIES[target.system])
+    return [*_start(target, "generic"), *objects, "-o", library, *options]
 
 
 def compile_to(target: Target, level: str, folder: Path) -> Path:
@@ -99,7 +101,7 @@ def compile_to(target: Target, level: str, folder: Path) -> Path:
         for unit, output in zip(UNITS, objects):
             subprocess.run(compile_command(target, level, unit, output, *ZIG_OPTIMISED.split(), "-w"), check=True)
         linked = str(Path(scratch, "kernels.so"))  # the linker puts an import library for Windows next to it
-        subprocess.run(link_command(target, level, objects, library=linked), check=True)
+        subprocess.run(link_command(target, objects, library=linked), check=True)
         shutil.move(linked, library)
     return library
 
