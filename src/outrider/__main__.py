@@ -33,11 +33,15 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def interrupt_soon() -> None:
-    import os
     import signal
+    import sys
     import threading
 
-    timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,))
+    if sys.platform != "win32":  # os.kill ends a process there
+        import os
+
+        timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))  # this also wakes a sleeping main thread
     timer.daemon = True
     timer.start()
 

@@ -69,6 +69,23 @@ def test_processes_for_templates_work_without_what_a_system_lacks(system: str) -
     assert done.stdout.splitlines() == ["one! two!", "it takes more than 0.5 seconds or 512 MB"], done.stderr
 
 
+def test_ctrl_c_that_a_destructor_drops_does_not_end_a_process_on_windows() -> None:
+    """os.kill ends a process there, whatever the signal, with its number as the exit code."""
+    path = os.pathsep.join([str(ROOT / "tests" / "systems"), str(ROOT / "src")])
+    code = (
+        "import os, time\n"
+        "from outrider.__main__ import interrupt_soon\n"
+        "os.kill = lambda pid, number: os._exit(number)\n"
+        "try:\n"
+        "    interrupt_soon()\n"
+        "    while True:\n        time.sleep(0.01)\n"
+        "except KeyboardInterrupt:\n    print('heard')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": path, "OUTRIDER_TEST_SYSTEM": "win32"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "heard" and done.returncode == 0, done
+
+
 class FakeSystem:
     """In the place of `sys` in one module."""
 
