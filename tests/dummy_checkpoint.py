@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from outrider.models.config import DrafterConfig, Foreign, ModelConfig
 from outrider.models.names import Role, tensor_plan
-from outrider.ops.formats import BLOCKS
+from outrider.ops.formats import BLOCKS, GGUFBlockFormat, Weight
 from outrider.weights.gguf import SCALARS, STRING, TENSOR_TYPES, Value
 from outrider.weights.gguf_config import ARCHITECTURES, LAYER, TOP, WHOLE
 from outrider.weights.mapped import ITEM_BYTES
@@ -91,20 +91,61 @@ def nbytes(t: Tensor) -> int:
 
 
 # ---- content --------------------------------------------------------------------------------------------------------
+HALVES = {  # where the float16 numbers of a block are
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+EVEN_LEVELS = {"Q4_0": 16, "Q4_1": 16, "Q5_0": 32, "Q5_1": 32, "Q8_0": 256, "Q4_K": 16, "Q5_K": 32, "Q6_K": 64}
+MIN_NVFP4_SCALE = 2.0**-6  # the smallest normal number of its scales
+
+
+def set_half(kind: str, blocks: np.ndarray, at: int, values: np.ndarray) -> None:
+    """Writes the float16 number at byte `at` of every block, or what the format has instead."""
+    words = values.astype(np.float16)[:, None].view(np.uint16)
+    if kind == "MXFP4":
+        blocks[:, 0] = 127 + np.log2(values).round()
+    elif kind == "NVFP4":
+        blocks[:, :4] = (8 * (7 + np.log2(values).clip(-7, 8).round()))[:, None]
+    elif kind == "IQ1_M":
+        nibbles = (words >> np.array([0, 4, 8, 12], np.uint16)) & 15
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | (nibbles << 4).astype(np.uint8)
+    else:
+        blocks[:, at : at + 2] = words.view(np.uint8)
+
+
+def scaled_blocks(kind: str, rng: np.random.Generator) -> bytes:
+    """About CHUNK bytes of random blocks, whose scales are set so that the weights have about the spread SPREAD."""
+    size, width = BLOCKS[kind]
+    count = CHUNK // width
+    b = rng.integers(0, 256, (count, width), dtype=np.uint8)
+
+    def set_scales(scale: float) -> None:
+        for at in HALVES.get(kind, (0,)):
+            set_half(kind, b, at, np.full(count, scale))
+
+    set_scales(1.0)
+    sample = torch.from_numpy(b[:512].reshape(1, -1).copy())
+    spread = float(Weight(GGUFBlockFormat(kind), (1, 512 * size), {"blocks": sample}).dense().std())
+    set_scales(max(SPREAD / spread, MIN_NVFP4_SCALE if kind == "NVFP4" else 0.0))
+    return b.tobytes()
+
+
 def blocks(kind: str, rng: np.random.Generator) -> bytes:
-    """About CHUNK bytes of random blocks whose weights have mean 0 and about the spread SPREAD."""
+    """About CHUNK bytes of random blocks whose weights have about the spread SPREAD."""
     if kind in ("F32", "F16", "BF16"):
         values = rng.normal(0, SPREAD, CHUNK // ITEM_BYTES[kind]).astype(np.float32)
         if kind == "BF16":
             return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
         return values.astype(np.float16 if kind == "F16" else np.float32).tobytes()
+    if kind not in EVEN_LEVELS:
+        return scaled_blocks(kind, rng)
     width = BLOCKS[kind][1]
     b = rng.integers(0, 256, (CHUNK // width, width), dtype=np.uint8)
 
     def half(at: int, value: float) -> None:
         b[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
 
-    levels = {"Q4_0": 16, "Q4_1": 16, "Q5_0": 32, "Q5_1": 32, "Q8_0": 256, "Q4_K": 16, "Q5_K": 32, "Q6_K": 64}[kind]
+    levels = EVEN_LEVELS[kind]
     step = SPREAD * 12**0.5 / levels  # of evenly spread codes
     if kind in ("Q4_K", "Q5_K"):  # every scale and minimum 32
         half(0, step / 32)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.dummy_checkpoint import write_gguf
+from tests.dummy_checkpoint import HALVES, set_half, write_gguf
 from tests.engines import request, run
 from tests.kv import build_kv
 from tests.unit.engine.test_host_cycle import engines
-from tests.unit.ops.test_cpu_packing import HALVES, part, set_half
+from tests.unit.ops.test_cpu_packing import part
 from tests.unit.weights.test_gguf_load import EDGE, MOE, QWEN
 from torch import Tensor
 

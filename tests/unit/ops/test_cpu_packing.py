@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.dummy_checkpoint import HALVES, set_half
 
 from outrider.ops.cpu.lib import FILE_TYPES, PackedKind
 from outrider.ops.cpu.ops import CpuOps
@@ -29,26 +30,6 @@ def part(kind: str, n: int, k: int, seed: int = 0) -> Weight:
     for at in HALVES.get(kind, (0,)):
         set_half(kind, b, at, rng.uniform(0.001, 0.02, len(b)))
     return Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.from_numpy(b.reshape(n, -1))})
-
-
-HALVES = {  # where the float16 numbers of a block are
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
-}  # fmt: skip
-
-
-def set_half(kind: str, blocks: np.ndarray, at: int, values: np.ndarray) -> None:
-    """Writes the float16 number at byte `at` of every block, or what the format has instead."""
-    words = values.astype(np.float16)[:, None].view(np.uint16)
-    if kind == "MXFP4":
-        blocks[:, 0] = 127 + np.log2(values).round()
-    elif kind == "NVFP4":
-        blocks[:, :4] = (8 * (7 + np.log2(values).clip(-7, 8).round()))[:, None]
-    elif kind == "IQ1_M":
-        nibbles = (words >> np.array([0, 4, 8, 12], np.uint16)) & 15
-        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | (nibbles << 4).astype(np.uint8)
-    else:
-        blocks[:, at : at + 2] = words.view(np.uint8)
 
 
 @pytest.mark.parametrize("kind", FILE_TYPES)

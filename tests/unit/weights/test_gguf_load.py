@@ -20,6 +20,8 @@ from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.lib import PackedKind
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight
+from outrider.ops.gguf_blocks import BLOCKS
+from outrider.weights.gguf import read
 from outrider.weights.gguf_config import ORDERING, hf_name
 from outrider.weights.hub import auto_drafter
 from outrider.weights.load import load_drafter, load_target
@@ -82,6 +84,17 @@ def test_gguf_files_are_sound(tmp_path: Path, raw: dict[str, Any], fmt: str) -> 
         assert torch.isfinite(tensor).all() and tensor.float().abs().mean() < 2
     matrix = weights["layers.0.down"]
     assert abs(float(matrix.mean())) < 0.003 and 0.015 < float(matrix.std()) < 0.025
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_file_is_written_in_any_type(tmp_path: Path, kind: str) -> None:
+    config = ModelConfig.from_hf(QWEN | dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1))
+    path = tmp_path / "d.gguf"
+    write_gguf(path, config, kind)
+    assert read(path).tensors["blk.0.ffn_down.weight"].kind == kind
+    _, weights, _ = load_target(path, "cpu", torch.float32)
+    matrix = weights["layers.0.down"]
+    assert torch.isfinite(matrix).all() and 0.015 < float(matrix.std()) < 0.05  # NVFP4's scales cannot be smaller
 
 
 def test_a_q4_k_m_is_mixed_as_llama_cpp_mixes_it() -> None:
