@@ -35,7 +35,7 @@ from tests.gpu.place import tiny  # noqa: E402
 import outrider.llm  # noqa: E402
 from gpu_rig import PUBLISHED, SIZES, Synthetic  # noqa: E402
 from outrider.config import EngineConfig  # noqa: E402
-from outrider.engine import calibrate, capture, decode, graphs, prefill_graphs  # noqa: E402
+from outrider.engine import calibrate, capture, decode, decode_graphs, graphs, prefill_graphs  # noqa: E402
 from outrider.engine.engine import Engine  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.models.builtin_configs import BUILTIN_CONFIGS  # noqa: E402
@@ -133,7 +133,7 @@ def assume_acceptance() -> None:
             if self.key.k and not self.key.nodes and self.key.part == "cycle":
                 self.override = WithinLimits([share] * self.key.k, self.key.batch, self.out.tokens.device)
 
-    graphs.DecodeStep = Assumed  # type: ignore[misc]
+    decode_graphs.DecodeStep = Assumed  # type: ignore[misc]
 
 
 def tell(phase: str, **figures: Any) -> None:
@@ -230,9 +230,10 @@ def main() -> None:
     engine = llm.engine
     executor = engine.executors[0]
     if isinstance(executor, graphs.GraphExecutor):
-        keys = [short_key(key) for key in executor.cache.graphs]
+        steps = executor.decode_graphs
+        keys = [short_key(key) for key in steps.cache.graphs]
         passes = [short_key(key) for key in executor.prefill_graphs.cache.graphs]
-        print(json.dumps({"phase": "graphs", "steps": keys, "passes": passes, "broken": executor.broken}), flush=True)
+        print(json.dumps({"phase": "graphs", "steps": keys, "passes": passes, "broken": steps.broken}), flush=True)
         executor.close()
     llm.close()
 

@@ -22,7 +22,7 @@ import gpu_peer
 from gpu_rig import H200_BYTES_PER_S, PUBLISHED, SIZES, Rig, Synthetic, collect, plain_run, speculative_run, time_ms
 from outrider.bench.predict import chance
 from outrider.cache.store import SeqCache
-from outrider.engine.graphs import bound_of
+from outrider.engine.graph_dispatch import bound_of
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.ops.backend import Capabilities
 from outrider.types import MAX_DRAFT, OutriderError

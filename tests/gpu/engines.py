@@ -79,10 +79,10 @@ def requests(vocab: int, count: int = len(PARAMS)) -> list[tuple[int, Request]]:
 def captured(engine: Engine, refused: bool = True) -> list[Key]:
     """Keys of the engine's captured graphs, which are then dropped. refused: some steps may have had none."""
     executor = engine.executors[0]
-    assert (
-        isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor.cache.refused)
-    ), f"no graphs: {executor}"
-    keys = list(executor.cache.graphs)
+    assert isinstance(executor, GraphExecutor), f"no graphs: {executor}"
+    graphs = executor.decode_graphs
+    assert graphs.broken is None and (refused or not graphs.cache.refused), f"no graphs: {graphs.broken}"
+    keys = list(graphs.cache.graphs)
     executor.close()
     return keys
 

@@ -99,8 +99,10 @@ def check(size: str) -> None:
             got = run_joining(candidate, [(i % 3, request(i, vocab, k, tree)) for i in range(8)], logprobs=mixed)
             wrong += [(k, tree, r) for r in alone if got[r] != alone[r] or mixed[r] != events[r]]
             executor = candidate.executors[0]
-            assert isinstance(executor, GraphExecutor) and executor.broken is None, executor
-            assert any(key.adapted for key in executor.cache.graphs), "no adapted step was captured"
+            assert isinstance(executor, GraphExecutor), executor
+            graphs = executor.decode_graphs
+            assert graphs.broken is None, graphs.broken
+            assert any(key.adapted for key in graphs.cache.graphs), "no adapted step was captured"
             torch.cuda.synchronize()
             executor.close()
         wrong += replaced(rig, pool, alone) if only in ("", "2") else []

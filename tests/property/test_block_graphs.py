@@ -68,7 +68,7 @@ def same_drafts(folder: Path, layout: str, variant: str, jobs: list[Any], model:
         drafts.append(recorded(folder, layout, model))
         engine = tiny_engine(variant, drafts[-1], names=(), model=model, graphs=graphs, **room)
         texts.append(run(engine, jobs))
-    assert graphs_of(engine).cache.graphs and engine.metrics.drafted > 0
+    assert graphs_of(engine).decode_graphs.cache.graphs and engine.metrics.drafted > 0
     assert texts[0] == texts[1]
     eager, captured = (each.drafts for each in drafts)
     for key, drafted in eager.items():  # near its end a sequence drafts less, in a graph perhaps a step later
@@ -168,5 +168,5 @@ def test_no_value_is_looked_at(layout: str) -> None:
 def test_a_block_s_own_width_has_a_graph(folder: Path) -> None:
     """A block of 6 drafts 5: K = 5 is not run in a graph of 6."""
     engine, _ = same_drafts(folder, "z-lab", "llama", [request("a", PROMPT, k=5, max_tokens=12)])
-    assert {key.k for key in graphs_of(engine).cache.graphs if key.k} <= {1, 2, 3, 4, 5}
-    assert 5 in {key.k for key in graphs_of(engine).cache.graphs}
+    assert {key.k for key in graphs_of(engine).decode_graphs.cache.graphs if key.k} <= {1, 2, 3, 4, 5}
+    assert 5 in {key.k for key in graphs_of(engine).decode_graphs.cache.graphs}

@@ -24,7 +24,7 @@ def test_the_same_text_at_every_k(variant: str, params: dict[str, Any]) -> None:
     for k in (0, 1, 5, 16):
         engine = engines(variant)
         assert run(engine, [request("a", PROMPT, k=k, **params)])["a"] == want, k
-        assert graphs_of(engine).cache.graphs, "no cycle went through a graph"
+        assert graphs_of(engine).decode_graphs.cache.graphs, "no cycle went through a graph"
         assert (engine.metrics.drafted > 0) == (k > 0)
 
 

@@ -133,7 +133,7 @@ def test_both_draft_and_the_context_is_right(folder: Path, layout: str, graphs: 
     assert run(engine, jobs) == plain("dense", jobs)
     both_drafted(engine)
     if graphs:
-        names = {key.drafter for key in graphs_of(engine).cache.graphs}
+        names = {key.drafter for key in graphs_of(engine).decode_graphs.cache.graphs}
         assert names == {None, block_drafter.mtp.name, block_drafter.block.name}
     else:
         assert isinstance(block_drafter.block, Audited) and block_drafter.block.audits > 0
@@ -145,7 +145,7 @@ def test_captured_steps_of_a_server_and_mixed_ones(folder: Path) -> None:
     engine = tiny_engine("dense", block_drafter, k=None, model=MODELS["dense"], max_batch=2, graphs=True)
     executor = graphs_of(engine)
     executor.prepare()
-    assert {key.drafter for key in executor.cache.graphs if key.k} == {"mtp", "dflash"}
+    assert {key.drafter for key in executor.decode_graphs.cache.graphs if key.k} == {"mtp", "dflash"}
     for name in ("mtp", "dflash"):
         executor.probe(CostPart("draft", name), 1, 4, 40)
     engine.policy.controller = Controller(CostTable(), ("mtp", "dflash", "ngram"))

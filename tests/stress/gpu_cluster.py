@@ -46,6 +46,7 @@ from gpu_common import FAILED, say, verdict
 from gpu_rig import SIZES, shallow
 from outrider import assemble
 from outrider.config import EngineConfig, LoadSettings
+from outrider.engine.decode_graphs import DecodeGraphs
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.scoring import ScoringJob
@@ -98,11 +99,11 @@ def texts(llm: LLM, context: int, tokens: int, drafter: bool | str, k: int | Non
     return out
 
 
-def graphs_of(engine: Engine) -> GraphExecutor | None:
+def graphs_of(engine: Engine) -> DecodeGraphs | None:
     for executor in engine.executors:
         inner = executor.inner if isinstance(executor, BroadcastExecutor) else executor
         if isinstance(inner, GraphExecutor):
-            return inner
+            return inner.decode_graphs
     return None
 
 
@@ -208,8 +209,8 @@ def one(size: str, device: str, dry: bool) -> None:
             plain = texts(llm, context, tokens, False, 0)
             drafted = texts(llm, context, tokens, True, K)
             want = want or plain
-            executor = graphs_of(llm.engine)
-            assert executor is not None
+            graphs = graphs_of(llm.engine)
+            assert graphs is not None
             verdict(
                 f"{size} {name}: plain and drafted texts are solo's plain ones",
                 plain == want and drafted == want,
@@ -217,8 +218,8 @@ def one(size: str, device: str, dry: bool) -> None:
             )
             verdict(
                 f"{size} {name}: captured",
-                executor.broken is None,
-                executor.broken or f"({len(executor.cache.graphs)} graphs)",
+                graphs.broken is None,
+                graphs.broken or f"({len(graphs.cache.graphs)} graphs)",
             )
         prompt = prompts(engines["solo"].config.vocab_size, context)[0]
         for k in (0, K):
@@ -344,12 +345,12 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
         plain == drafted == copied,
         f"(8 x {tokens} tokens; plain {between - began:.1f} s, drafted twice {time.perf_counter() - between:.1f} s; {cycles.accepted} drafts accepted)",
     )
-    executor = graphs_of(llm.engine)
-    if executor is not None:
+    graphs = graphs_of(llm.engine)
+    if graphs is not None:
         verdict(
             f"two ranks ({how}): exchanges captured",
-            executor.broken is None,
-            executor.broken or f"({len(executor.cache.graphs)} graphs)",
+            graphs.broken is None,
+            graphs.broken or f"({len(graphs.cache.graphs)} graphs)",
         )
     began = time.perf_counter()
     llm.close()

@@ -6,7 +6,7 @@ row. `DecodeStep` runs the cycle (engine.cycle) between them and never reads a v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from ..ops.trees import TreeRows
 from ..spec.choose import Filters, SamplingBatch
 from ..spec.drafter import DraftBatch, Drafter
 from ..spec.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSampling
-from ..types import MAX_DRAFT, Draft, KVPages, Verdict
+from ..types import GREEDY_EPS, MAX_DRAFT, Draft, KVPages, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cycle
 
 # how candidates are found: the cheapest method for all rows
@@ -36,6 +36,20 @@ FILTERS: dict[Choosing, Filters] = {
 # drafted: by another graph just before, as masks depend on the drafts
 DraftSource = Literal["drafter", "host", "both", "drafted"]
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
+
+
+def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
+    """The cheapest method that finds the candidates of all these rows."""
+    sampled = [p for p in params if p.temperature >= GREEDY_EPS]
+    filtered = [p for p in sampled if p.top_k or p.top_p < 1.0 or p.min_p > 0.0]
+    if not filtered:
+        return "sampled" if sampled else "greedy"
+    if any(p.top_p < 1.0 and not p.top_k for p in filtered):
+        return "sort"
+    max_k = max(p.top_k for p in filtered)
+    if max_k <= 64:
+        return "head 64"
+    return "head 1024" if max_k <= 1024 else "sort"
 
 
 @dataclass(frozen=True)

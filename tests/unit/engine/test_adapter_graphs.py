@@ -92,8 +92,10 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(variant: str, tmp_path
         jobs = [(i % 3, request(i, name, k, tree)) for i, name in enumerate(who)]
         assert run_joining(engine, jobs, logprobs=mixed) == alone, (k, tree)
         assert tree or mixed == events, (k, tree)
-        assert any(key.nodes and key.adapted for key in graphs_of(engine).cache.graphs) == bool(tree)
-        assert any(key.adapted for key in graphs_of(engine).cache.graphs), "no adapted step went through a graph"
+        assert any(key.nodes and key.adapted for key in graphs_of(engine).decode_graphs.cache.graphs) == bool(tree)
+        assert any(key.adapted for key in graphs_of(engine).decode_graphs.cache.graphs), (
+            "no adapted step went through a graph"
+        )
     assert adapters.slots is not None and adapters.slots.count == 4
 
 
@@ -127,7 +129,9 @@ def test_steps_without_adapters_run_in_graphs_without_them(tmp_path: Path) -> No
     adapters = pool("dense", tmp_path)
     engine = engine_of("dense", adapters, graphs=True)
     run_joining(engine, [(0, request(0, None))])
-    assert [key.adapted for key in graphs_of(engine).cache.graphs] == [False] * len(graphs_of(engine).cache.graphs)
+    assert [key.adapted for key in graphs_of(engine).decode_graphs.cache.graphs] == [False] * len(
+        graphs_of(engine).decode_graphs.cache.graphs
+    )
     assert adapters.nbytes == 0, "nothing is reserved before an adapter is used"
     run_joining(engine, [(0, request(0, "a"))])
     assert adapters.nbytes > 0
@@ -139,7 +143,9 @@ def test_a_server_with_adapters_captures_adapted_steps_before_its_first_request(
     assert adapters.slots is not None
     adapters.slots.place([adapters.get("d")])  # the largest rank
     graphs_of(engine).prepare()
-    keys = set(graphs_of(engine).cache.graphs)
+    keys = set(graphs_of(engine).decode_graphs.cache.graphs)
     assert {replace(key, adapted=True) for key in keys} <= keys
     run_joining(engine, [(0, request(i, name, k=4)) for i, name in enumerate(("a", None, "d"))])
-    assert {key for key in graphs_of(engine).cache.graphs if key not in keys and key.asks.logprobs < 0} == set()
+    assert {
+        key for key in graphs_of(engine).decode_graphs.cache.graphs if key not in keys and key.asks.logprobs < 0
+    } == set()

@@ -87,13 +87,15 @@ def test_a_tree_runs_as_a_chain_until_it_is_wanted_often(model: Any, monkeypatch
     monkeypatch.setattr(graph_dispatch, "OFTEN_STEPS", 3)
     executor = served(model, max_batch=4)[1]
     executor.prepare()
-    before = set(executor.cache.graphs)
+    before = set(executor.decode_graphs.cache.graphs)
     tree = replace(DRAFTED, batch=1, k=4, context=512, choosing="greedy", nodes=7)
-    assert [executor._stand_in(tree).nodes for _ in range(3)] == [0, 0, 0] and set(executor.cache.graphs) == before
-    assert executor._stand_in(tree) == replace(tree, context=executor._limits.context)
-    assert len(executor.cache.graphs) == len(before) + 1
-    executor._stand_in(tree)
-    assert len(executor.cache.graphs) == len(before) + 1, "once"
+    assert [executor.dispatcher.dispatch(tree).nodes for _ in range(3)] == [0, 0, 0] and set(
+        executor.decode_graphs.cache.graphs
+    ) == before
+    assert executor.dispatcher.dispatch(tree) == replace(tree, context=executor.dispatcher.limits.context)
+    assert len(executor.decode_graphs.cache.graphs) == len(before) + 1
+    executor.dispatcher.dispatch(tree)
+    assert len(executor.decode_graphs.cache.graphs) == len(before) + 1, "once"
 
 
 def test_the_same_request_again_waits_for_no_capture(model: Any) -> None:
@@ -104,13 +106,13 @@ def test_the_same_request_again_waits_for_no_capture(model: Any) -> None:
     engine.warm_up(lines.append)
     engine.device = executor.device
     assert len(lines) == 1 and "captured in" in lines[0]
-    near = {key for key in executor.cache.graphs}
+    near = {key for key in executor.decode_graphs.cache.graphs}
     assert {key.batch for key in near} == {1, 8} and {key.k for key in near} == {0, 4}
     jobs = [request(str(i), [*PROMPT[:5], i], k=4, max_tokens=7) for i in range(5)]
     alone = run(tiny_engine("dense", model=model), jobs)
     for batch in (jobs[:1], jobs[:1], jobs):
         assert run(engine, batch) == {job.id: alone[job.id] for job in batch}
-    assert set(executor.cache.graphs) == near
+    assert set(executor.decode_graphs.cache.graphs) == near
 
 
 def test_attention_is_compiled_before_the_first_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +122,7 @@ def test_attention_is_compiled_before_the_first_capture(model: Any, monkeypatch:
     steps: list[tuple[int, int, int]] = []
 
     def compile_attention(kinds: Any, views: Any, dtype: Any, progress: Any) -> int:
-        assert not executor.cache.graphs and len(kinds) == len(specs)
+        assert not executor.decode_graphs.cache.graphs and len(kinds) == len(specs)
         for view in views:
             steps.append((len(view.row_start) - 1, view.max_rows, view.max_context))
             assert len(view.positions) == len(view.row_seq) == steps[-1][0] * view.max_rows
@@ -130,12 +132,12 @@ def test_attention_is_compiled_before_the_first_capture(model: Any, monkeypatch:
     monkeypatch.setattr(model.ops, "compile_attention", compile_attention)
     stages: list[str] = []
     executor.prepare(served=False, progress=lambda what, done, total: stages.append(what))
-    assert set(steps) == {(key.batch, key.k + 1, key.context) for key in executor.cache.graphs}
+    assert set(steps) == {(key.batch, key.k + 1, key.context) for key in executor.decode_graphs.cache.graphs}
     assert stages[0].startswith("compiling kernels") and stages[-1] == "capturing steps and passes"
     monkeypatch.setattr(model.ops, "compile_attention", lambda *_, **__: 1 / 0)
     executor.close()
     executor.prepare(served=False)
-    assert executor.cache.graphs, "without it captures compile"
+    assert executor.decode_graphs.cache.graphs, "without it captures compile"
 
 
 class Card:
@@ -181,27 +183,27 @@ def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch:
     jobs = [request(str(i), prompt, k=k, max_tokens=20) for i, prompt in enumerate(prompts)]
     plain = tiny_engine("dense", model=model, max_context=1024)
     assert all(run(engine, [job]) == run(plain, [replace(job, draft_tokens=0)]) for job in jobs)
-    assert {key.k for key in executor.cache.graphs} == {0, 4}
+    assert {key.k for key in executor.decode_graphs.cache.graphs} == {0, 4}
 
 
 def refuse(executor: GraphExecutor, when: Callable[[Key], bool]) -> Any:
     """Makes the graphs of these keys fail for lack of GPU memory. Returns the original capture."""
-    capture = executor.cache.capture
+    capture = executor.decode_graphs.cache.capture
 
     def some(key: Key, fn: Any, strict: bool) -> Any:
         if not when(key):
             return capture(key, fn, strict)
-        executor.cache.refused.add(key)
+        executor.decode_graphs.cache.refused.add(key)
         return "RuntimeError: out of memory"
 
-    executor.cache.capture = some  # type: ignore[method-assign]
+    executor.decode_graphs.cache.capture = some  # type: ignore[method-assign]
     return capture
 
 
 def test_widths_are_those_of_steps(model: Any) -> None:
     """`--draft-tokens 5`: steps have six, a limit leaves one out; graphs of five would serve nobody."""
     runner = served(model)[1].runner
-    assert GraphExecutor(runner, runner.model.ops.capabilities, widths=(0, 5))._widths == (0, 6)
+    assert GraphExecutor(runner, runner.model.ops.capabilities, widths=(0, 5)).dispatcher.warmup_widths == (0, 6)
 
 
 def test_a_server_is_ready_for_every_number_of_sequences() -> None:
@@ -237,8 +239,8 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
     waited."""
     engine, executor = served(model, max_batch=12)
     said = executor.prepare()
-    before = set(executor.cache.graphs)
-    assert f"{len(before)} steps and " in said and executor.fixed
+    before = set(executor.decode_graphs.cache.graphs)
+    assert f"{len(before)} steps and " in said and executor.dispatcher.serving
     jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=9, temperature=float(i % 2)) for i in range(12)]
     alone = [run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs]
     got: dict[str, list[int]] = {job.id: [] for job in jobs}
@@ -248,15 +250,15 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
             engine.submit(waiting.pop(0))
         for event in engine.step():
             got[event.id] += event.tokens
-    assert set(executor.cache.graphs) == before
+    assert set(executor.decode_graphs.cache.graphs) == before
     assert list(got.values()) == alone
     for _ in range(2):
         run(engine, [request("a", PROMPT, k=4, max_tokens=4, logprobs=2)])
-        new = set(executor.cache.graphs) - before
+        new = set(executor.decode_graphs.cache.graphs) - before
         assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 4, 5), (1, 0, 5)}
     monkeypatch.setattr(graph_dispatch, "OFTEN_STEPS", 8)
     run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
-    assert any(key.k == 2 for key in executor.cache.graphs), "what is wanted again and again has its own"
+    assert any(key.k == 2 for key in executor.decode_graphs.cache.graphs), "what is wanted again and again has its own"
 
 
 def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +268,17 @@ def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch
     executor.prepare()
     jobs = [request(str(i), [3 + i], k=0, max_tokens=9) for i in range(18)]
     got = run(engine, jobs)
-    assert {key.batch for key in executor.cache.graphs if key.batch not in graph_dispatch.BATCHES} == {24, 48}, (
-        "48 is all that there can be"
-    )
+    assert {key.batch for key in executor.decode_graphs.cache.graphs if key.batch not in graph_dispatch.BATCHES} == {
+        24,
+        48,
+    }, "48 is all that there can be"
     assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs[:3])
-    executor._stand_ins = {}
-    executor.cache.graphs = {key: made for key, made in executor.cache.graphs.items() if key.batch != 24}
+    executor.dispatcher._stand_ins = {}
+    executor.decode_graphs.cache.graphs = {
+        key: made for key, made in executor.decode_graphs.cache.graphs.items() if key.batch != 24
+    }
     refuse(executor, lambda key: key.batch == 24)
-    assert run(engine, jobs) == got and executor.broken is None, "it is done without"
+    assert run(engine, jobs) == got and executor.decode_graphs.broken is None, "it is done without"
 
 
 def test_a_step_without_room_to_spare_has_its_own_graph(model: Any) -> None:
@@ -282,7 +287,11 @@ def test_a_step_without_room_to_spare_has_its_own_graph(model: Any) -> None:
     executor.prepare()
     refuse(executor, lambda key: key.asks.logprobs >= 0 and key.batch > 3)
     wanted = replace(PLAIN, batch=3, context=512, asks=SamplingFeatures(logprobs=5))
-    assert executor._stand_in(wanted) == wanted and executor.broken is None and executor.capture(wanted)
+    assert (
+        executor.dispatcher.dispatch(wanted) == wanted
+        and executor.decode_graphs.broken is None
+        and executor.decode_graphs.capture(wanted)
+    )
 
 
 def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,16 +299,20 @@ def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytes
     most = 20
     capture = refuse(executor, lambda key: key.batch * (key.k + 1) > most)
     executor.prepare()
-    assert executor.broken is None and executor.cache.graphs and executor.cache.refused
-    assert all(key.batch * (key.k + 1) > most for key in executor.cache.refused)
-    executor.cache.capture = capture  # type: ignore[method-assign]
+    assert (
+        executor.decode_graphs.broken is None
+        and executor.decode_graphs.cache.graphs
+        and executor.decode_graphs.cache.refused
+    )
+    assert all(key.batch * (key.k + 1) > most for key in executor.decode_graphs.cache.refused)
+    executor.decode_graphs.cache.capture = capture  # type: ignore[method-assign]
     jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=6) for i in range(12)]
     got = run(engine, jobs)
     assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs)
     nothing = served(model, max_batch=12)[1]
     refuse(nothing, lambda key: True)
     nothing.prepare()
-    assert nothing.broken and len(caplog.records) == 2, "a line each time"
+    assert nothing.decode_graphs.broken and len(caplog.records) == 2, "a line each time"
 
 
 def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

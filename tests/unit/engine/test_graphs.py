@@ -14,9 +14,11 @@ import torch
 from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
 
 from outrider.engine.capture import Graph
-from outrider.engine.decode import Key
+from outrider.engine.decode import Key, choosing_of
+from outrider.engine.decode_graphs import DecodeGraphs
 from outrider.engine.engine import Engine
-from outrider.engine.graphs import GraphExecutor, choosing_of
+from outrider.engine.graph_dispatch import GraphDispatcher
+from outrider.engine.graphs import GraphExecutor
 from outrider.engine.step import DecodeRow, Request
 from outrider.ops.backend import Capabilities
 from outrider.spec.drafter import Drafter
@@ -140,7 +142,7 @@ def test_ngram_drafts_go_through_a_graph_too() -> None:
     engine = engines("llama")
     r = request("a", [4, 5, 6, 7] * 6, k=4, max_tokens=40)
     assert run(engine, [r])["a"] == alone("llama", r)
-    assert any(key.source == "host" for key in graphs_of(engine).cache.graphs)
+    assert any(key.source == "host" for key in graphs_of(engine).decode_graphs.cache.graphs)
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -194,7 +196,7 @@ def test_a_failing_capture_leaves_the_eager_cycle(
     engine = engines("dense")
     calls = 0
 
-    def fail(self: GraphExecutor, key: Any) -> Any:
+    def fail(self: DecodeGraphs, key: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls < 4:
@@ -202,8 +204,8 @@ def test_a_failing_capture_leaves_the_eager_cycle(
         self.broken = "no memory"
         return None
 
-    capture = GraphExecutor.capture
-    monkeypatch.setattr(GraphExecutor, "capture", fail)
+    capture = DecodeGraphs.capture
+    monkeypatch.setattr(DecodeGraphs, "capture", fail)
     r = request("a", PROMPT, k=3)
     assert run(engine, [r])["a"] == alone("dense", r)
     assert calls == 4
@@ -218,16 +220,20 @@ def test_a_special_graph_that_cannot_be_captured_does_not_end_the_others() -> No
         request("b", PROMPT[3:], k=2, max_tokens=9, repetition_penalty=1.3),
     ]
     jobs.append(request("c", PROMPT[5:], k=0, max_tokens=6, frequency_penalty=0.5))
-    capture = executor.capture
+    capture = executor.decode_graphs.capture
 
-    def some(key: Key) -> Any:
+    def some(key: Key, optional: bool = False) -> Any:
         if key.asks.penalties and key.batch in (1, 2):
-            executor.cache.refused.add(key)
-        return capture(key)
+            executor.decode_graphs.cache.refused.add(key)
+        return capture(key, optional)
 
-    executor.capture = some  # type: ignore[method-assign]
+    executor.decode_graphs.capture = some  # type: ignore[method-assign]
     got = run(engine, jobs)
-    assert executor.cache.refused and executor.cache.graphs and executor.broken is None
+    assert (
+        executor.decode_graphs.cache.refused
+        and executor.decode_graphs.cache.graphs
+        and executor.decode_graphs.broken is None
+    )
     assert all(got[r.id] == alone("dense", r) for r in jobs)
 
 
@@ -259,11 +265,11 @@ def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked
         def max_nodes(self, depth: int) -> int:
             return 99
 
-    executor = object.__new__(GraphExecutor)
-    executor.drafter = Wide()
-    executor.names = (None,)
-    executor.trees = True
+    dispatcher = object.__new__(GraphDispatcher)
+    dispatcher.drafter = Wide()
+    dispatcher.names = (None,)
+    dispatcher.trees = True
     scheduled = [DecodeRow(None, i, 10, plan=DraftPlan("mtp", 3, nodes=n)) for i, n in enumerate(asked)]  # type: ignore[arg-type]
-    assert executor._nodes(scheduled, 3, 20) == nodes
+    assert dispatcher.tree_nodes(scheduled, 3, 20) == nodes
     plain = DecodeRow(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
-    assert executor._nodes([*scheduled, plain], 3, 20) == nodes
+    assert dispatcher.tree_nodes([*scheduled, plain], 3, 20) == nodes
