@@ -147,9 +147,9 @@ def test_gemma_is_dealt_out_evenly() -> None:
     both, alone, five = (
         MoeGemvPlan.of(n, weights(gate_up, down), beside, 132, ROOM) for n, beside in ((1, wide), (1, None), (5, wide))
     )
-    assert both is not None and (both.chunks, both.stages, both.down, both.down_warps) == (22, 4, 6, 16)
-    assert alone is not None and (alone.chunks, alone.stages, alone.down, alone.down_warps) == (22, 4, 6, 11)
-    assert five is not None and (five.chunks, five.stages, five.down, five.down_warps) == (22, 4, 6, 9)
+    assert both is not None and (both.chunks, both.stages, both.down_chunks, both.down_warps) == (22, 4, 6, 16)
+    assert alone is not None and (alone.chunks, alone.stages, alone.down_chunks, alone.down_warps) == (22, 4, 6, 11)
+    assert five is not None and (five.chunks, five.stages, five.down_chunks, five.down_warps) == (22, 4, 6, 9)
     assert max(p for plan in (both, alone, five) for p in (plan.gate_up_shared, plan.down_shared)) <= ROOM
     assert {name: getattr(both.shape, name) for name, *_ in Mixture._fields_} == dict(
         rows=1,

@@ -23,7 +23,7 @@ from outrider.ops import registry  # noqa: E402
 from outrider.ops.registry import Certification, Registry, Result  # noqa: E402
 from outrider.ops.triton import TritonOps, certify  # noqa: E402
 from outrider.ops.triton.card import Card  # noqa: E402
-from outrider.ops.triton.gemm import DenseCall  # noqa: E402
+from outrider.ops.triton.gemm_launch import DenseCall  # noqa: E402
 from outrider.ops.triton.kernels import DENSE, TABLE  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"

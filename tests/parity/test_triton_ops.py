@@ -25,13 +25,20 @@ from outrider.ops.backend import Epilogue, ExpertWeights, MoeLayer, MoeResidual 
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.registry import Registry  # noqa: E402
-from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
+from outrider.ops.triton import TritonOps, choose, gemm_launch, moe, norm  # noqa: E402
 from outrider.ops.triton.card import Card  # noqa: E402
-from outrider.ops.triton.gemm import Precompiler, dense_gemm  # noqa: E402
-from outrider.ops.triton.gemm_config import GemmConfig as Rows  # noqa: E402
-from outrider.ops.triton.gemm_config import GemmPlan, GemmReduction, choose_reduction, triton_plan, wgmma_plan  # noqa: E402
+from outrider.ops.triton.gemm_config import (  # noqa: E402
+    GemmConfig,
+    GemmPlan,
+    GemmReduction,
+    choose_reduction,
+    triton_plan,
+    wgmma_plan,
+)
+from outrider.ops.triton.gemm_launch import dense_gemm  # noqa: E402
 from outrider.ops.triton.gemm_wgmma import WgmmaTile  # noqa: E402
 from outrider.ops.triton.kernels import SIDE_STREAM_ROWS, TABLE  # noqa: E402
+from outrider.ops.triton.precompile import Precompiler  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -80,8 +87,9 @@ def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
     x = rand(18, 160)
     w = rand(48, 160, seed=1)
     for serial_splitk in (False, True):
-        shape = Rows(32, 16, 32, 2, swap_ab=turned, serial_splitk=serial_splitk)
-        near(dense_gemm(x, w, ops.gemm, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
+        reduction = GemmReduction(16, 32, splits, 2, turned)
+        config = GemmConfig(32, 16, 32, 2, swap_ab=turned, serial_splitk=serial_splitk)
+        near(dense_gemm(x, w, ops.gemm, reduction=reduction, config=config), REF.linear(x, w))
         assert int(ops.semaphores.abs().sum()) == 0
 
 
@@ -103,7 +111,7 @@ def test_gated(ops: TritonOps, act: str) -> None:
         GemmReduction(32, 16, 2, 2),
         GemmReduction(8, 16, 2, 2, swap_ab=True),
     ):
-        near(dense_gemm(x, w, ops.gemm, Epilogue(act=act), tile), REF.gated_linear(x, w, act))
+        near(dense_gemm(x, w, ops.gemm, end=Epilogue(act=act), reduction=tile), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
     near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
@@ -126,11 +134,11 @@ def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
         end = Epilogue(act="silu" if gated else "")
 
         def run(a, shape=None):
-            return dense_gemm(a, w, ops.gemm, end, tile, shape)
+            return dense_gemm(a, w, ops.gemm, end=end, reduction=tile, config=shape)
 
         whole = run(x)
         same(run(x[:rows]), whole[:rows])
-        for shape in (Rows(64, 32, 32, 2, serial_splitk=True), Rows(32, 16, 32, 2, swap_ab=False)):
+        for shape in (GemmConfig(64, 32, 32, 2, serial_splitk=True), GemmConfig(32, 16, 32, 2, swap_ab=False)):
             same(run(x, shape), whole)
 
 
@@ -141,9 +149,11 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
     for rows in (70, 150):
         for gated in (False, True):
             for splits in (1, 2):
-                shape = Rows(64, 16, 32, 2, bm2=16)
+                shape = GemmConfig(64, 16, 32, 2, bm2=16)
                 end = Epilogue(act="silu" if gated else "")
-                got = dense_gemm(x[:rows], w, ops.gemm, end, GemmReduction(16, 32, splits, 2), shape)
+                got = dense_gemm(
+                    x[:rows], w, ops.gemm, end=end, reduction=GemmReduction(16, 32, splits, 2), config=shape
+                )
                 near(got, REF.gated_linear(x[:rows], w, "silu") if gated else REF.linear(x[:rows], w))
     assert int(ops.semaphores.abs().sum()) == 0
 
@@ -159,15 +169,15 @@ def test_epilogues_and_misaligned_rows_of_stream_k(ops: TritonOps, gated: bool, 
     y = rand(rows, n, seed=2)
     bias = rand(len(w), seed=3)
     tile = GemmReduction(32, 16, splits, 2)
-    fetched = Rows(16, 16, 16, 2, bm2=16, tma=True)
+    fetched = GemmConfig(16, 16, 16, 2, bm2=16, tma=True)
     extra = Epilogue(act="silu") if gated else Epilogue(mul=y, act="gelu_tanh")
     for more in (extra, replace(extra, bias=bias)):
-        want = dense_gemm(x, w, ops.gemm, more, tile)
-        same(dense_gemm(x, w, ops.gemm, more, tile, fetched), want)
+        want = dense_gemm(x, w, ops.gemm, end=more, reduction=tile)
+        same(dense_gemm(x, w, ops.gemm, end=more, reduction=tile, config=fetched), want)
     strided = torch.cat((x, x), dim=1)[:, 1 : k + 1]  # rows that do not begin at whole 16 bytes take the plain loads
     near(
-        dense_gemm(strided, w, ops.gemm, extra, tile, fetched),
-        dense_gemm(strided.contiguous(), w, ops.gemm, extra, tile),
+        dense_gemm(strided, w, ops.gemm, end=extra, reduction=tile, config=fetched),
+        dense_gemm(strided.contiguous(), w, ops.gemm, end=extra, reduction=tile),
         1e-6,
     )
 
@@ -184,26 +194,36 @@ def test_tiles_that_are_cut_among_programs(
     w = rand(n * (2 if gated else 1), k, seed=1)
     tile = GemmReduction(16, 16, splits, 2)
     extra = Epilogue(act="silu", bias=rand(2 * n, seed=2)) if gated else Epilogue()
-    monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
-    monkeypatch.setattr(gemm, "STREAMK_MAX_WHOLE_TILES", 0)
-    want = dense_gemm(x, w, ops.gemm, extra, tile, Rows(64, 16, 16, 2))
+    monkeypatch.setattr(gemm_launch, "sm_count", lambda device: 3)
+    monkeypatch.setattr(gemm_launch, "STREAMK_MAX_WHOLE_TILES", 0)
+    want = dense_gemm(x, w, ops.gemm, end=extra, reduction=tile, config=GemmConfig(64, 16, 16, 2))
     for rows in (50, 30):
         for more in (16, 32):
-            same(dense_gemm(x[:rows], w, ops.gemm, extra, tile, Rows(16, 16, 16, 2, bm2=more, tma=True)), want[:rows])
+            same(
+                dense_gemm(
+                    x[:rows],
+                    w,
+                    ops.gemm,
+                    end=extra,
+                    reduction=tile,
+                    config=GemmConfig(16, 16, 16, 2, bm2=more, tma=True),
+                ),
+                want[:rows],
+            )
             assert int(ops.semaphores.abs().sum()) == 0
 
 
 def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut ones need more shared memory than the stages of whole ones leave: on 114 sms 31B's qkv asked for more than
     there is."""
-    monkeypatch.setattr(gemm, "sm_count", lambda device: 78)
+    monkeypatch.setattr(gemm_launch, "sm_count", lambda device: 78)
     x, w, seen = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,))
     )
-    monkeypatch.setattr(gemm, "tma_aligned", lambda t: True)
-    monkeypatch.setattr(gemm, "matrix_descriptor", lambda t, rows, columns: t)
-    launch = gemm.launch_of(x, w, gemm.GemmDevice(seen), Epilogue())
-    assert launch.kernel is gemm.streamk_kernel and launch.grid == (128,) and launch.options["CUT"] is False
+    monkeypatch.setattr(gemm_launch, "tma_aligned", lambda t: True)
+    monkeypatch.setattr(gemm_launch, "matrix_descriptor", lambda t, rows, columns: t)
+    launch = gemm_launch.launch_of(x, w, gemm_launch.GemmDevice(seen), Epilogue())
+    assert launch.kernel is gemm_launch.streamk_kernel and launch.grid == (128,) and launch.options["CUT"] is False
 
 
 def test_the_product_before_experts_lets_nothing_in_early() -> None:
@@ -214,7 +234,7 @@ def test_the_product_before_experts_lets_nothing_in_early() -> None:
         x, w, seen = (
             torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, k), (config.hidden, k), (8,))
         )
-        assert gemm.launch_of(x, w, gemm.GemmDevice(seen, pdl=True), Epilogue()).options["TRIGGER_LATE"]
+        assert gemm_launch.launch_of(x, w, gemm_launch.GemmDevice(seen, pdl=True), Epilogue()).options["TRIGGER_LATE"]
 
 
 @pytest.mark.parametrize(
@@ -257,8 +277,8 @@ def test_where_wgmma_takes_no_product_triton_does(monkeypatch: pytest.MonkeyPatc
     card = replace(Card.of(torch.device(DEVICE)), cuda=True)
     ops = TritonOps(DEVICE, pdl=False, card=replace(card, cuda=False), registry=Registry(TABLE, card))
     ops.gemm = replace(ops.gemm, wgmma=Kernels())
-    monkeypatch.setattr(gemm, "supports_wgmma", lambda x, w, end: end.mul is None)
-    monkeypatch.setattr(gemm.DenseShape, "wgmma_plan", GemmPlan(-1.0, Rows(16, 16, 16, 2)))
+    monkeypatch.setattr(gemm_launch, "supports_wgmma", lambda x, w, end: end.mul is None)
+    monkeypatch.setattr(gemm_launch.DenseShape, "wgmma_plan", GemmPlan(-1.0, GemmConfig(16, 16, 16, 2)))
     x = rand(130, 32)
     w = rand(16, 32, seed=1)
     near(ops.linear(x, w), REF.linear(x, w))
@@ -359,9 +379,9 @@ def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, 
     x = rand(20, 160)
     w = rand(48, 160, seed=1)
     tile = GemmReduction(16, 32, 2, 2, many=many)
-    whole = dense_gemm(x, w, ops.gemm, tile=tile)
+    whole = dense_gemm(x, w, ops.gemm, reduction=tile)
     near(whole, REF.linear(x, w))
-    same(dense_gemm(x[:3], w, ops.gemm, tile=tile), whole[:3])
+    same(dense_gemm(x[:3], w, ops.gemm, reduction=tile), whole[:3])
 
 
 # ---- experts

@@ -30,7 +30,7 @@ from .. import registry
 from ..backend import Epilogue
 from ..formats import MODES
 from ..registry import ROWS, Certification, Kernel, KernelRow, Probe, Registry
-from .gemm import DenseCall
+from .gemm_launch import DenseCall
 from .kernels import TABLE, AttentionCall, QuantCall
 from .ops import TritonOps
 from .repack import QuantWeight, repack

@@ -21,8 +21,8 @@ from . import attention, attention_wgmma, draft_steps, lowrank, prefill_attentio
 from .attention_config import MIN_QUERIES, choose_reduction
 from .card import Card
 from .common import Launch
-from .gemm import DenseCall, DenseShape, dense_gemm
 from .gemm_config import MAX_FEW_ROWS, MAX_SMEM, STREAMK_MAX_ROWS
+from .gemm_launch import DenseCall, DenseShape, dense_gemm
 from .lowrank import Shrunk
 from .moe_gemv_int8 import MAX_MOE_GEMV_ROWS
 from .quant import quant_linear

@@ -23,20 +23,24 @@ from .repack import Codes, QuantWeight
 from .wna16_gemv import ACTS, units_of
 
 SOURCE = FOLDER / "moe_gemv_int8.cu"
-MOST_ROWS = 8
-MOST_PAIRS = 64
-MOST_EXPERTS = 128
-MOST_CHUNKS = 24
-MOST_WARPS = 32
-MOST_STAGES = 4
+MAX_ROWS = 8
+MAX_PAIRS = 64  # of a token and an expert
+MAX_CHOSEN_ALONE = 32  # experts of a single token: a warp chooses them
+MAX_CHOSEN = 16  # experts of each of several tokens: a place has four bits
+MAX_EXPERTS = 128
+MAX_CHUNKS = 24
+MAX_WARPS = 32
+MAX_DOWN_WARPS = 16  # of several tokens
+MAX_STAGES = 4
 # of the router
-MOST_SPANS = 8
-MOST_COLUMNS = 512
-# of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
-WORDS = 2048
-STAGE = 2112
-X_BYTES = 256
-CHOICES = 1040
+MAX_SPANS = 8
+MAX_COLUMNS = 512
+# bytes in shared memory, under the names of moe_gemv_int8.cu
+WORDS = 2048  # 16 rows of a chunk
+STAGE = 2112  # these and their factors
+X_BYTES = 256  # a token's columns of a chunk
+CHOICES = 1040  # of several tokens: the list of their experts
+PAD = 64  # of several tokens: so that rows that are read together lie in different banks
 MAX_MOE_GEMV_ROWS = 3  # rows up to which they were faster: five take 95 us per layer on an H200, in Triton's tiles 89
 Mixture = struct(SOURCE.name, "Mixture")
 
@@ -49,13 +53,13 @@ class SharedMLP:
     down: QuantWeight
 
     @staticmethod
-    def of(gate_up: DeviceWeight, down: DeviceWeight, hidden: int, most: int) -> SharedMLP | None:
-        """most: chunks that a warp can take of down."""
+    def of(gate_up: DeviceWeight, down: DeviceWeight, hidden: int, max_span: int) -> SharedMLP | None:
+        """max_span: chunks that a warp can take of down."""
         if not isinstance(gate_up, QuantWeight) or not isinstance(down, QuantWeight):
             return None
         inner = down.shape[1]
         shapes = gate_up.shape == (2 * inner, hidden) and down.shape[0] == hidden and inner % 8 == 0
-        fits = grouped(gate_up) and by_row(down) and shapes and units_of(down).span <= most
+        fits = grouped(gate_up) and by_row(down) and shapes and units_of(down).span <= max_span
         return SharedMLP(gate_up, down) if fits else None
 
 
@@ -69,89 +73,125 @@ def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
     n, k = router.shape
     span = choose_reduction(n, k, gated=False, bytes_per=router.element_size()).span(k)
     splits = triton.cdiv(k, span)
-    return (span, splits) if k % 16 == 0 and 1 < splits <= MOST_SPANS and span <= MOST_COLUMNS else None
+    return (span, splits) if k % 16 == 0 and 1 < splits <= MAX_SPANS and span <= MAX_COLUMNS else None
 
 
 @dataclass(frozen=True)
 class MoeGemvPlan:
     """How the products of one layer are distributed."""
 
-    most: int  # tokens that the kernels are compiled for
+    max_rows: int  # tokens that the kernels are compiled for
     router: tuple[int, int]  # columns of a span, spans
     chunks: int  # of gate_up: a warp each
     stages: int
     gate_up_shared: int
-    down: int  # chunks of an expert's down
+    down_chunks: int  # of an expert's down
     down_warps: int
     down_shared: int
     shape: ctypes.Structure  # `Mixture`
 
     @staticmethod
-    def of(
-        rows: int, experts_of: ExpertWeights, beside: SharedMLP | None, sms: int, room: int
-    ) -> MoeGemvPlan | None:
-        router = experts_of.router
-        gate_up = experts_of.gate_up
-        down = experts_of.down
-        top = experts_of.top_k
-        if not isinstance(gate_up, QuantExperts) or not isinstance(down, QuantExperts):
+    def of(rows: int, experts: ExpertWeights, beside: SharedMLP | None, sms: int, room: int) -> MoeGemvPlan | None:
+        """room: bytes of shared memory that a block may take. None: the kernels do not support these weights, this many
+        tokens, or this little memory."""
+        gate_up = experts.gate_up
+        down = experts.down
+        router = router_spans(experts.router)
+        if not isinstance(gate_up, QuantExperts) or not isinstance(down, QuantExperts) or router is None:
             return None
-        if not grouped(gate_up.matrix) or not by_row(down.matrix):
+        if not supports_weights(experts.router, gate_up, down) or not supports_choices(rows, experts.top_k):
             return None
-        routed = router_spans(router)
-        if routed is None or tuple(router.shape) != (down.shape[0], down.shape[1]):
-            return None
-        experts, hidden, inner = down.shape
+        max_rows = 1 if rows == 1 else MAX_ROWS
         chunks = gate_up.matrix.chunks
-        deep = down.matrix.chunks
-        most = 1 if rows == 1 else MOST_ROWS
-        # a warp chooses; among several rows a place has four bits
-        chosen = top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS
-        fits = 0 < rows <= MOST_ROWS and chosen and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
-        if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
+        down_chunks = down.matrix.chunks
+        if not max_rows <= chunks <= MAX_CHUNKS:
             return None
-        tiles = top * inner // 8
-        units = top * hidden // 16
-        dense = 0
-        span = chunks
-        splits = 1
-        down_span = 0
-        down_splits = 0
-        down_chunks = 0
-        if beside is not None:
-            dense = beside.down.shape[1]
-            down_chunks = beside.down.chunks
-            of_gate_up = units_of(beside.gate_up)
-            of_down = units_of(beside.down)
-            span = of_gate_up.span
-            splits = of_gate_up.splits
-            down_span = of_down.span
-            down_splits = of_down.splits
-            tiles = tiles + dense // 8
-            units = units + hidden // 16 * down_splits
-        # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as
-        # many warps as fit.
-        each = -(-tiles // sms)
-        listed, pad = (CHOICES, 64) if most > 1 else (0, 0)
-        sums = chunks * (each if most == 1 else 2) * (64 + most * (64 + pad // 4)) + listed
-        stages = min(MOST_STAGES, each, (room - sums) // (chunks * STAGE))
-        warp = deep * WORDS + most * (deep * X_BYTES + pad)
-        fit = min(MOST_WARPS, (room - listed) // warp)
-        warps = -(-units // sms) if most == 1 else min(fit, 16)
-        if stages < 2 or not most <= warps <= fit:
+        mixture = mixture_of(rows, experts.top_k, gate_up, down, beside=beside)
+        sums, stages = _gate_up_block(mixture, chunks, max_rows, sms=sms, room=room)
+        warp_bytes, warps = _down_block(mixture, down_chunks, max_rows, sms=sms, room=room)
+        if stages < 2 or warps < max_rows:
             return None
-        shape = Mixture(rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
         return MoeGemvPlan(
-            most=most,
-            router=routed,
+            max_rows=max_rows,
+            router=router,
             chunks=chunks,
             stages=stages,
             gate_up_shared=sums + stages * chunks * STAGE,
-            down=deep,
+            down_chunks=down_chunks,
             down_warps=warps,
-            down_shared=listed + warps * warp,
-            shape=shape,
+            down_shared=_list_bytes(max_rows) + warps * warp_bytes,
+            shape=mixture,
         )
+
+
+def supports_weights(router: DeviceWeight, gate_up: QuantExperts, down: QuantExperts) -> bool:
+    """True if the kernels are written for these formats and sizes."""
+    if not grouped(gate_up.matrix) or not by_row(down.matrix):
+        return False
+    experts, hidden, inner = down.shape
+    if tuple(router.shape) != (experts, hidden) or gate_up.shape != (experts, 2 * inner, hidden):
+        return False
+    return experts <= MAX_EXPERTS and hidden % 128 == 0 and inner % 8 == 0
+
+
+def supports_choices(rows: int, top: int) -> bool:
+    """True if the kernels can choose `top` experts for each of this many tokens."""
+    max_top = MAX_CHOSEN_ALONE if rows == 1 else MAX_CHOSEN
+    return 0 < rows <= MAX_ROWS and top <= max_top and rows * top <= MAX_PAIRS
+
+
+def mixture_of(
+    rows: int, top: int, gate_up: QuantExperts, down: QuantExperts, beside: SharedMLP | None
+) -> ctypes.Structure:
+    """The sizes that the kernels read."""
+    experts, hidden, inner = down.shape
+    mixture = Mixture(rows=rows, experts=experts, top=top, hidden=hidden, inner=inner)
+    if beside is None:
+        mixture.dense_span = gate_up.matrix.chunks
+        mixture.dense_splits = 1
+        return mixture
+    dense_units = units_of(beside.gate_up)
+    down_units = units_of(beside.down)
+    mixture.dense = beside.down.shape[1]
+    mixture.dense_span = dense_units.span
+    mixture.dense_splits = dense_units.splits
+    mixture.down_chunks = beside.down.chunks
+    mixture.down_span = down_units.span
+    mixture.down_splits = down_units.splits
+    return mixture
+
+
+def _list_bytes(max_rows: int) -> int:
+    return CHOICES if max_rows > 1 else 0
+
+
+def _pad_bytes(max_rows: int) -> int:
+    return PAD if max_rows > 1 else 0
+
+
+def _gate_up_block(
+    mixture: ctypes.Structure, chunks: int, max_rows: int, sms: int, room: int
+) -> tuple[int, int]:
+    """Bytes of shared memory without the stages, and stages. A block keeps the sums of all its tiles for one token, of
+    two tiles for several."""
+    tiles = mixture.top * mixture.inner // 8 + mixture.dense // 8
+    tiles_per_block = -(-tiles // sms)
+    tiles_with_sums = tiles_per_block if max_rows == 1 else 2
+    sums_of_tile = 64 + max_rows * (64 + _pad_bytes(max_rows) // 4)
+    sums = chunks * tiles_with_sums * sums_of_tile + _list_bytes(max_rows)
+    return sums, min(MAX_STAGES, tiles_per_block, (room - sums) // (chunks * STAGE))
+
+
+def _down_block(
+    mixture: ctypes.Structure, down_chunks: int, max_rows: int, sms: int, room: int
+) -> tuple[int, int]:
+    """Bytes of shared memory of a warp, and warps: one for every unit of down for one token, as many as fit for
+    several; 0: too few fit."""
+    units = mixture.top * mixture.hidden // 16 + mixture.hidden // 16 * mixture.down_splits
+    warp_bytes = down_chunks * WORDS + max_rows * (down_chunks * X_BYTES + _pad_bytes(max_rows))
+    max_warps = min(MAX_WARPS, (room - _list_bytes(max_rows)) // warp_bytes)
+    warps = -(-units // sms) if max_rows == 1 else min(max_warps, MAX_DOWN_WARPS)
+    return warp_bytes, warps if warps <= max_warps else 0
 
 
 def grouped(w: QuantWeight) -> bool:
@@ -247,6 +287,6 @@ def addresses(*tensors: Tensor) -> list[int]:
 def flags_of(plan: MoeGemvPlan, act: str) -> Flags:
     span, splits = plan.router
     return dict(
-        MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,
-        DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
+        MOST=plan.max_rows, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages,
+        DOWN=plan.down_chunks, DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
     )

@@ -27,8 +27,8 @@ from .attention_wgmma import AttentionWgmma
 from .cache_keys import settle_cache_keys
 from .card import Card
 from .common import Launch
-from .gemm import DenseCall, GemmDevice, GemmKind, Precompiler, placeholder_call
 from .gemm_config import NUM_SEMAPHORES, GemmReduction, choose_reduction
+from .gemm_launch import DenseCall, GemmDevice, GemmKind, placeholder_call
 from .gemm_wgmma import GemmWgmma
 from .kernels import (
     ADAPTED,
@@ -46,6 +46,7 @@ from .kernels import (
     attention_launches,
 )
 from .moe_gemv_int8 import MoeGemvInt8
+from .precompile import Precompiler
 from .quant_moe import hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 from .routing import Pairs, list_pairs
