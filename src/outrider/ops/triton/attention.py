@@ -173,11 +173,19 @@ def attend_kernel(
     TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SPAN: every row sees the keys up to span_end. SPLIT: a program processes SPLITS_PER_PROGRAM splits from its slot
-    on, and stores each separately (MULTI_SPLIT: there may be several). SINGLE_BLOCK: a split is a single block. PARTS:
+    """Attention of q [R, HEADS, D] over paged keys and values [pages, KV_HEADS, PAGE, D] -> out [R, HEADS, D], or,
+    SPLIT, for `combine_kernel`: partial_out float32 [R, HEADS, slots, D] and partial_lse float32 [R, HEADS, slots, 2]
+    (maximum, mass).
+
+    SPAN: every row sees the keys up to span_end. SPLIT: a program processes SPLITS_PER_PROGRAM splits from its slot on,
+    and stores each separately (MULTI_SPLIT: there may be several). SINGLE_BLOCK: a split is a single block. PARTS:
     programs that share a tile, each with its columns of the values. PREFETCH: keys that are fetched into L2 early.
     TREE_DEPTH: entries of a row's path in a tree (0: chains); then programs beyond the last slot process the TAIL
-    splits that hold positions of the tree, each for one row: EACH of them per tile."""
+    splits that hold positions of the tree, each for one row: EACH of them per tile.
+
+    Grid (programs over slots, or PARTS; KV_HEADS · tiles; B): a program per tile of BQ queries (rows of a sequence
+    times the heads that share a K/V head) and its splits.
+    """
     slot = tl.program_id(0) * SPLITS_PER_PROGRAM
     b = tl.program_id(2)
     share = tl.program_id(0) * 0
@@ -346,8 +354,11 @@ def combine_kernel(
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per piece of one head of one row: its splits added in order, SB of them (at most MOST) loaded at a
-    time."""
+    """Adds the splits of each head in order, SB of them (at most MOST) loaded at a time: partial_out, partial_lse as
+    `attend_kernel` stores them -> out [R, HEADS, D].
+
+    Grid (R, HEADS, D / BD): a program per piece of one head of one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.load(positions + row)

@@ -27,8 +27,12 @@ def block_rope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MADE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, NORM_V: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per head of one row: the q heads, then k, then v. MADE: heads of the K/V product, KV_HEADS if v is
-    the raw k."""
+    """Norms and rotates a block's q and k: q [R, HEADS, 2 · HALF], made [R, MADE, 2 · HALF], the K/V product (MADE: its
+    heads, KV_HEADS if v is the raw k) -> q_out like q; own_k and own_v [B, KV_HEADS, capacity, 2 · HALF] from place
+    `first` on.
+
+    Grid (R, HEADS + 2 · KV_HEADS): a program per head of a row: the q heads, then k, then v.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -96,8 +100,13 @@ def block_attend_kernel(
     CAUSAL: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes `chunk` keys of the context for a tile of queries; the last split also the block's own rows.
-    back, window: positions that a row sees of the context, counted from the block's begin and from itself."""
+    """Attention of a block's q [R, HEADS, D] over the paged context before end [B] and over the block's own rows -> out
+    [R, HEADS, D], or, SPLIT, for `block_combine_kernel`: partial_out [R, HEADS, splits, D], partial_lse [R, HEADS,
+    splits, 2]. back, window: positions that a row sees of the context, counted from the block's begin and from itself.
+
+    Grid (splits, KV_HEADS · tiles, B): a program takes `chunk` keys of the context for a tile of BQ queries; the
+    last split also the block's own rows.
+    """
     split = tl.program_id(0)
     b = tl.program_id(2)
     kv_head = tl.program_id(1) % KV_HEADS
@@ -162,7 +171,11 @@ def block_attend_kernel(
 def block_combine_kernel(
     partial_out, partial_lse, out, splits, D: tl.constexpr, DP: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program per head of one row."""
+    """Adds the splits of each head: partial_out [R, HEADS, splits, D], partial_lse [R, HEADS, splits, 2] -> out [R,
+    HEADS, D].
+
+    Grid (R · HEADS,): a program per head of a row.
+    """
     head = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, MOST)
     d = tl.arange(0, DP)

@@ -47,6 +47,12 @@ def argmax_kernel(
     z, tokens, seed, position, sampled, best, where, n, chunks,
     NOISE: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):
+    """The largest of each chunk of z [R, n], with noise for sampled rows (NOISE), and its column -> best float32 and
+    where int32 [R, chunks]; ties to the lower column. TOKENS: int64 [R, n] are the ids of the columns, which noise
+    depends on.
+
+    Grid (R, chunks): a program per CHUNK columns of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -66,6 +72,10 @@ def argmax_kernel(
 
 @triton.jit
 def argmax_last_kernel(best, where, out, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The column of the largest chunk: best, where [R, chunks] -> out int64 [R].
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     pdl_start(PDL)
@@ -106,8 +116,11 @@ def cluster_bonus_kernel(
     tokens, seed, position, temperature, sampled, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr
 ):
-    """One program per SOME clusters of one row: temperature times their tokens' largest noise, which is that of the
-    smallest bits."""
+    """temperature times the largest noise of each cluster's tokens, which is that of the smallest bits; 0 for rows that
+    are not sampled. tokens [C, size] -> out float32 [R, C].
+
+    Grid (R, C / SOME): a program per SOME clusters of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * SOME + tl.arange(0, SOME)
     i = tl.arange(0, SPACE)
@@ -142,8 +155,11 @@ def top_clusters_kernel(
     z, cluster_bonus, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr,
     PDL: tl.constexpr
 ):
-    """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id; one program per row. No sort: the
-    score that TOP of them reach is found bit by bit, and only those are put in order, by how many beat each."""
+    """The TOP best of z [R, C] (LEAN: + cluster_bonus), best first, ties to the lower id -> best int64 [R, TOP]. No
+    sort: the score that TOP of them reach is found bit by bit, and only those are put in order, by how many beat each.
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, SPACE)
     pdl_start(PDL)
@@ -183,7 +199,11 @@ def ordered(x):
 def cluster_scores_kernel(
     g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program per BS tokens of one cluster of one row: their scores."""
+    """Scores of the tokens of the chosen clusters: g [R, hidden] · rows_ [C, size, hidden] at best [R, TOP] -> out
+    float32 [R, TOP, size].
+
+    Grid (R, TOP, size / BS): a program per BS tokens of a cluster of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1)
     at = tl.program_id(2) * BS + tl.arange(0, BS)

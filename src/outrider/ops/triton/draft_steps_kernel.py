@@ -122,10 +122,13 @@ def pre_kernel(
     H: tl.constexpr, HB: tl.constexpr, KC: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr,
     PROGRAMS: tl.constexpr, SPACE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in
-    `parts` [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST),
-    and the product of `pre`'s second half with `post`, which takes g itself. The newest token is what the head's
-    programs left."""
+    """The sum over the input [embedding of the newest token; state fed back], by chunks of KC columns that are left
+    apart in `parts` [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state
+    (FIRST), and the product of `pre`'s second half with `post`, which takes g itself. The newest token is what the
+    head's programs left.
+
+    Grid (H / BN, chunks; 2 · CHUNKS if FIRST, else CHUNKS + 1): a program per BN rows of a chunk.
+    """
     c = tl.program_id(1)
     which = c if FIRST else tl.where(c < CHUNKS, c, 2 * CHUNKS)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -157,8 +160,11 @@ def ready_kernel(
     base, y, post, factor, norm, kept, out, H: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
     SCALED: tl.constexpr, LAST: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm
-    itself."""
+    """kept = norm(x) [H] for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last
+    layer the norm itself.
+
+    Grid (1,).
+    """
     h = tl.arange(0, H)
     after = tl.load(post + h)
     weight = tl.load(norm + h)
@@ -175,8 +181,11 @@ def rows_kernel(
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
     EPS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """w [N, H] times norm(x), x the stream as `stream_of` makes it and as `stream` keeps it; GATED: w [2N, H] times
-    `kept`."""
+    """out = w [N, H] · norm(x), x the stream as `stream_of` makes it and as `stream` keeps it; GATED: act(gate) * up of
+    w [2N, H] · `kept`.
+
+    Grid (N / BN,): a program per BN rows of the weight.
+    """
     pid = tl.program_id(0)
     rows = pid * BN + tl.arange(0, BN)
     h = tl.arange(0, H)
@@ -207,7 +216,10 @@ def wide_kernel(
     w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """w [H, K] times x, the sum over K in PARTS left apart: y [PARTS, H]."""
+    """w [H, K] · x [K], the sum over K in PARTS left apart: y [PARTS, H].
+
+    Grid (H / BN, PARTS): a program per BN rows of the weight and part of K.
+    """
     KC: tl.constexpr = K // PARTS
     part = tl.program_id(1)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -252,7 +264,11 @@ def attend_kernel(
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per K/V head (all its query heads) and split of the keys; K/V was written before the round."""
+    """Attention of one row's q [HEADS, D] over paged K/V, which was written before the round: part [HEADS, S, D] and ml
+    [HEADS, S, 2] (maximum, mass) for `combine_kernel`.
+
+    Grid (KV_HEADS · S,): a program per K/V head, with all its query heads, and split of the keys.
+    """
     kv = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -314,7 +330,10 @@ def combine_kernel(
     part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per piece of one head."""
+    """Adds the splits of each head: part, ml as `attend_kernel` stores them -> out [HEADS · D], for `taken` to read.
+
+    Grid (HEADS, D / BD): a program per piece of a head.
+    """
     head = tl.program_id(0)
     piece = tl.program_id(1)
     position = tl.load(positions).to(tl.int32)
@@ -337,7 +356,11 @@ def head_kernel(
     w, ws, kept, best, ids, temperature, sampled, seed, position, step, H: tl.constexpr, V: tl.constexpr,
     BN: tl.constexpr, PROGRAMS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Scores of every PROGRAMS-th tile of tokens per program, and the best of them."""
+    """The best token by w [V, H] · kept [H], with noise for sampled rows, among every PROGRAMS-th tile of BN tokens ->
+    best float32 and ids int32 [PROGRAMS].
+
+    Grid (PROGRAMS,).
+    """
     pid = tl.program_id(0)
     n = tl.arange(0, BN)
     tile = tile_of(w, pid * BN + n, 0, H, H)
@@ -370,6 +393,9 @@ def head_kernel(
 
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["out"])
 def finish_kernel(best, ids, out, step, PROGRAMS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr):
-    """The last token of a round."""
+    """The last token of a round: best, ids [PROGRAMS] -> out[step].
+
+    Grid (1,).
+    """
     pdl_start(PDL)
     tl.store(out + step, best_token(best, ids, PROGRAMS, SPACE).to(tl.int64))

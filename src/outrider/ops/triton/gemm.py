@@ -27,10 +27,14 @@ def linear_kernel(
     PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
     PARTS: tl.constexpr, RANK: tl.constexpr, RANGES: tl.constexpr, X_READY: tl.constexpr,
 ):
-    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x @ w.T) * mul [M, N].
-    SERIAL_SPLITK: this program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are powers
-    of two, batches are not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none. X_READY: x is
-    complete when the kernel starts, u when the previous one is."""
+    """out = epilogue(x · wᵀ): x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x · wᵀ) *
+    mul [M, N]. SERIAL_SPLITK: a program processes all SPLITS spans itself. BM2: rows in addition to BM (tiles are
+    powers of two, batches are not). RANGES: of rows that adapters change (`lowrank_delta`); 0: none. X_READY: x is
+    complete when the kernel starts, u when the previous one is.
+
+    Grid (M / (BM + BM2), N / BN, spans; 1 if SERIAL_SPLITK): a program per tile and span; the last one of a tile to
+    finish adds the spans.
+    """
     pid_m = tl.program_id(0)
     pid_n = tl.program_id(1)
     split = tl.program_id(2)
@@ -127,7 +131,7 @@ def _changed(
     BM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANGES: tl.constexpr,
     SWAP_AB: tl.constexpr, PREC: tl.constexpr, X_READY: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
 ):
-    """Rounded as without changes, bias and all, before these are added."""
+    """The sums rounded as without adapters, bias and all, before their changes are added."""
     if X_READY:
         gdc_wait()
     if BIAS:

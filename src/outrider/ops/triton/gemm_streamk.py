@@ -27,9 +27,12 @@ def streamk_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """x [M, K] in tiles of BM rows, y the same in tiles of BM2, w [N, K] (GATED: [2N, K], gate rows first), as
-    descriptors -> out [M, N]. CUT: the last round is not full; partial_out: one tile of sums per program, semaphores:
-    whether they are stored."""
+    """out = epilogue(x · wᵀ): x [M, K] in tiles of BM rows, y the same in tiles of BM2, w [N, K] (GATED: [2N, K], gate
+    rows first), as descriptors -> out [M, N]. CUT: the last round is not full; partial_out: one tile of sums per
+    program, semaphores: whether they are stored.
+
+    Grid (programs,): one per SM, or one per tile if there are fewer; each takes tiles in rounds.
+    """
     tl.static_assert(SPLITS == 1)
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)  # of a tile's sums
@@ -87,8 +90,11 @@ def splitk_kernel(
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Split-K for weights of several spans, one program per span: all store their sums, and the last one adds them in
-    order."""
+    """out = epilogue(x · wᵀ) for weights of several spans, operands as of `streamk_kernel`. partial_out: the sums of
+    all spans of all tiles.
+
+    Grid (tiles · SPLITS,): a program per span of a tile: all store their sums, and the last one adds them in order.
+    """
     pdl_start(PDL)
     SIZE: tl.constexpr = (BM + BM2) * BN * (2 if GATED else 1)
     tiles_n = tl.cdiv(N, BN)

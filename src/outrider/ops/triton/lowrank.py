@@ -102,7 +102,12 @@ def shrink_kernel(
     PARTS: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     SPANS: tl.constexpr, PREFETCH: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """sums float32 [SPANS, rows, PARTS · RANK] -> u [rows, PARTS · RANK]."""
+    """u = scale · x · aᵀ for the rows of each range: x [rows, K], a [slots, PARTS, RANK, K], scale float32 [slots,
+    PARTS], ranges int32 [n, 3] (first row, rows, slot) -> u [rows, PARTS · RANK]. sums float32 [SPANS, rows, PARTS ·
+    RANK]: by span.
+
+    Grid (ranges, SPANS, PARTS · RANK / BR): a program per span and BR ranks of a range; the last span adds them all.
+    """
     first = tl.load(ranges + tl.program_id(0) * 3)
     count = tl.load(ranges + tl.program_id(0) * 3 + 1)
     slot = tl.load(ranges + tl.program_id(0) * 3 + 2)
@@ -232,8 +237,12 @@ def expand_kernel(
     BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, MUL: tl.constexpr, ACT: tl.constexpr, PARTS: tl.constexpr,
     RANK: tl.constexpr, BR: tl.constexpr, RANGES: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """y [M, N], GATED: [M, 2N], gate before up -> out [M, N]. RANGES: all ranges of the pass, with programs of BM rows;
-    0: separate programs per range."""
+    """out = act(y + u · bᵀ) * mul: y [M, N] (GATED: [M, 2N], gate before up: act(gate) * up), u [M, PARTS · RANK], b
+    [slots, N, RANK] -> [M, N]. RANGES: all ranges of the pass, with programs of BM rows; 0: separate programs per
+    range.
+
+    Grid (M / BM or ranges, N / BN): a program per tile.
+    """
     SIDES: tl.constexpr = 2 if GATED else 1
     WIDE: tl.constexpr = BN * SIDES
     SIDE_BY_SIDE: tl.constexpr = RANGES if RANGES > 0 else 1

@@ -31,8 +31,12 @@ def experts_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile
-    of pairs, counted through the experts; programs past the last tile leave at once."""
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up): x [rows, K], w [E, N, K] (GATED: [E, 2N, K],
+    gate rows first) -> out [pairs, N].
+
+    Grid (N / BN, tiles): program (n, t) has columns n of the t-th tile of up to BM pairs of one expert, counted
+    through the experts; programs past the last tile leave at once.
+    """
     pid_n = tl.program_id(0)
     t = tl.program_id(1)
     pdl_start(PDL)
@@ -53,7 +57,11 @@ def experts_kernel(
 
 @triton.jit
 def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[row] = sum over slots, in order, of weight * y."""
+    """out[row] = the sum of weight * y over the row's slots, in order: y [R · TOP, n], weight float32 [R · TOP] -> [R,
+    n].
+
+    Grid (R, n / BLOCK): a program per BLOCK columns of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n
@@ -72,9 +80,12 @@ def mix_epilogue_kernel(
     TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr,
     NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes
-    of x and both. PARTS: dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is
-    done."""
+    """both = norm(dense) + norm(mix of the experts): rounded where the separate steps round. ADD: what
+    `norm.residual_norm` makes of x and both. y [R · TOP, n], weight float32 [R · TOP], dense [R, n] (PARTS: float32
+    [PARTS, R, n], spans of a product that are still to be added; 0: it is done) -> x_out [R, n], NEXT: h_out [R, n].
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n

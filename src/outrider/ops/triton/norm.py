@@ -22,6 +22,10 @@ def width_warps(width: int) -> tuple[int, int]:
 
 @triton.jit
 def rms_norm_kernel(x, w, out, x_stride, n, eps, WEIGHT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = norm(x) * w, x [R, n] with row stride x_stride -> [R, n]; WEIGHT: there is w [n].
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -51,7 +55,11 @@ def rms_norm(ops: Launcher, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
 def per_layer_kernel(
     ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program per row: one layer's part of it."""
+    """The inputs of the per-layer embeddings: norm(projected * scale) * w + table[ids] * factor, times 1/√2; ids [R],
+    table [V, layers · n], projected [R, layers · n], w [n] -> out [layers, R, n].
+
+    Grid (R, layers): a program per row and layer.
+    """
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     i = tl.arange(0, BLOCK)
@@ -92,8 +100,12 @@ def residual_norm_kernel(
     POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """MORE: three norms of the sum instead of one. EARLY: weights are fetched while the kernel ahead still runs; where
-    there are many rows, more programs at a time are worth more than the registers that this takes."""
+    """x_out = (x + y) * scale, POST: y normed first by post_w; NEXT: h_out = norm(x_out) * next_w; MORE: two further
+    norms of the same sum. All are [R, n]. EARLY: weights are fetched while the kernel ahead still runs; where there are
+    many rows, more programs at a time are worth more than the registers that this takes.
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -155,6 +167,10 @@ def residual_norm(
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = table[ids] (SCALE: * scale); ids [R], table [V, n] -> [R, n].
+
+    Grid (R, n / BLOCK): a program per BLOCK columns of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pdl_start(PDL)
@@ -180,6 +196,10 @@ def embed(ops: Launcher, ids: Tensor, table: DeviceWeight, scale: float) -> Tens
 
 @triton.jit
 def act_mul_kernel(x, y, out, n, x_stride, y_stride, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = act(x) * y; x and y [R, n] with row strides -> [R, n].
+
+    Grid (R, n / BLOCK): a program per BLOCK columns of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n
@@ -201,6 +221,10 @@ def act_mul(ops: Launcher, x: Tensor, y: Tensor, act: str) -> Tensor:
 
 @triton.jit
 def clamp_kernel(x, low, high, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x [R, n] clamped in place to low and high [n], which are by column.
+
+    Grid (R, n / BLOCK): a program per BLOCK columns of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n

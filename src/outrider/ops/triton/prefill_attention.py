@@ -93,8 +93,12 @@ def prompt_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per tile of BQ queries (rows times the heads that share a K/V head) of one sequence, the last tiles
-    first: they see most keys."""
+    """Attention of q [R, HEADS, D] over paged keys and values [pages, KV_HEADS, PAGE, D] -> out [R, HEADS, D]: the bits
+    of `attend_kernel` where a split is a single block. SPAN: every row sees the keys up to span_end.
+
+    Grid (tiles, KV_HEADS, B): a program per tile of BQ queries (rows times the heads that share a K/V head) of a
+    sequence, the last tiles first: they see most keys.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.program_id(2)

@@ -141,10 +141,14 @@ def quant_kernel(
     EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):
-    """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64,
-    chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N]. PER: planes per group; 0: no scales except those
-    of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]. MORE: tokens in addition to BM, so that a program
-    may take 40: four drafted ones of eight sequences."""
+    """out = x · wᵀ with an epilogue: x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them;
+    scale, zero_point int32 [N / 64, chunks, 64, pairs]; sums float32 [groups, M and more]; factor [N] -> out [M, N]
+    (GATED: gate rows, then up rows -> [M, N / 2]). PER: planes per group; 0: no scales except those of whole rows.
+    MORE: tokens in addition to BM, so that a program may take 40: four drafted ones of eight sequences.
+
+    Grid (M / (BM + MORE), N / BN, SPLITS): a program per tile and span of chunks; the last one of a tile adds the
+    spans.
+    """
     pid_m = tl.program_id(0)
     pid_n = tl.program_id(1)
     split = tl.program_id(2)
@@ -278,7 +282,10 @@ def _finish(
 
 @triton.jit
 def sums_kernel(x, out, K, x_stride, groups, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[g, row] = the sum of x over group g, in float32."""
+    """out[g, row] = the sum of x [R, K] over group g of GROUP columns, float32 [groups, R].
+
+    Grid (R, groups / BLOCK): a program per BLOCK groups of a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:

@@ -78,9 +78,12 @@ def quant_experts_kernel(
     FP16: tl.constexpr, ZERO_POINT: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out
-    [pairs, N / 2]). Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile
-    leave at once."""
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ for experts in the layout of `quant.quant_kernel`: x [rows, K]; N: rows
+    of an expert -> out [pairs, N] (GATED: gate rows, then up rows -> [pairs, N / 2]).
+
+    Grid (N / BN, tiles): program (n, t) has BN rows of the expert of the t-th tile of up to BM pairs; programs past
+    the last tile leave at once.
+    """
     pid_n = tl.program_id(0)
     t = tl.program_id(1)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2

@@ -22,6 +22,10 @@ FEW_ROWS = range(5, 17)
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def angles_kernel(positions, inv_freq, cos, sin, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """cos and sin of positions [R] times inv_freq [n] -> float32 [R, n] each.
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -51,8 +55,13 @@ def rope_write_kernel(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per SOME heads of one row (all of one kind), one warp each: the q heads, then the k heads, then the v
-    heads."""
+    """Norms and rotates q and k, norms v, and writes k and v into the cache's pages: qkv [R, (HEADS + 2 · KV_HEADS) · 2
+    · HALF] (K_EQ_V: without v), cos and sin [R, HALF] -> q_out [R, HEADS · 2 · HALF]; keys and values [pages, KV_HEADS,
+    PAGE, 2 · HALF] at places [R].
+
+    Grid (R, programs of all heads): a program per SOME heads of one kind of a row, one warp each: the q heads, then
+    the k heads, then the v heads.
+    """
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) - HEADS // SOME
     EACH: tl.constexpr = (KV_HEADS + SOME - 1) // SOME  # programs of k, and of v
@@ -163,7 +172,11 @@ def rotate_heads_kernel(
     qkv, cos, sin, q_norm, k_norm, out, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per patch and kind: all heads of q, of k or of v."""
+    """Norms and rotates the heads of an image's patches, without a cache: qkv [R, (HEADS + 2 · KV_HEADS) · D] -> out,
+    the same shape; v is normed without a weight and not rotated.
+
+    Grid (R, 3): a program per patch and kind: all heads of q, of k or of v.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     HALF: tl.constexpr = D // 2

@@ -18,8 +18,11 @@ def route_kernel(
     z, scale, chosen, weight, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr
 ):
-    """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before
-    scale."""
+    """The TOP best experts of each row in order (ties: the lower id), and their weights, which sum to 1 before scale
+    [E]: z float32 [R, E] router logits -> chosen int32, weight float32 [R, TOP].
+
+    Grid (R,): a program per row.
+    """
     row = tl.program_id(0)
     ids = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
@@ -45,7 +48,11 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program per expert: it puts its pairs, ascending, after those of the experts before it."""
+    """Lists the pairs by expert, ascending: chosen int32 [pairs] -> members int32 [pairs], counts int32 [E]. A program
+    puts its pairs after those of the experts before it.
+
+    Grid (E,): a program per expert.
+    """
     e = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     pdl_start(PDL)

@@ -29,8 +29,12 @@ def best_kernel(
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very
-    best."""
+    """The BRANCH best columns of each chunk of logits [R, n] (NOISE: divided by the temperature, with noise), and the
+    sum of all its powers relative to the very best -> best float32 and where int32 [R, chunks, BRANCH], mass float32
+    [R, chunks].
+
+    Grid (R, chunks): a program per CHUNK columns of a row; a sequence has WIDTH rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -69,7 +73,11 @@ def branch_kernel(
     n, chunks, found, first,
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The children of the WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
+    """The children of the WIDTH rows of a sequence, written to the nodes from `first` on, and the WIDTH likeliest of
+    all of them, the rows of the next level (to_*). best, where and mass: as `best_kernel` writes them.
+
+    Grid (B,): a program per sequence.
+    """
     b = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WIDTH)
     c = tl.arange(0, SPACE)
@@ -147,7 +155,11 @@ def comb_kernel(
     scores, ids, tokens, parents, chance, chain, parts, of_batch, of_level,
     DEPTH: tl.constexpr, BRANCH: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The best of a step's scores and its rivals, level by level; the best one is what the next level follows."""
+    """The best of each step's scores and its rivals, level by level; the best one is what the next level follows:
+    scores, ids [B, DEPTH, parts] -> tokens, parents, chance, chain [B, DEPTH · BRANCH].
+
+    Grid (B,): a program per sequence.
+    """
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, SPACE)
     pdl_start(PDL)
@@ -190,8 +202,13 @@ def plant_kernel(
     FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The COUNT likeliest of FOUND nodes, EACH per level, in their order; and the path of each. The next kernels may
-    not start before this one ends: attention reads paths before it waits."""
+    """The COUNT likeliest of FOUND nodes, EACH per level, in their order, and the path of each: tokens, parents,
+    chance, chain [B, FOUND] -> to_tokens [B, COUNT]; to_depth, to_above [B · (COUNT + 1)], to_paths [B · (COUNT + 1),
+    DEPTH + 1], with the newest token's row. The next kernels may not start before this one ends: attention reads paths
+    before it waits.
+
+    Grid (B,): a program per sequence.
+    """
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
     real = i < FOUND
@@ -246,6 +263,12 @@ def walk_kernel(
     chosen, ids, above, start_of, limit, to_accepted, to_tokens, to_rows,
     SPACE: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):
+    """Follows the target's choices down each tree: chosen, ids, above by row, the rows of sequence b from start_of[b]
+    on -> to_accepted [B]; to_tokens and to_rows [B, DEPTH + 1], the chosen token at each step and the row it was chosen
+    in. LIMIT: no more than limit [B] drafts are accepted.
+
+    Grid (B,): a program per sequence.
+    """
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
     pdl_start(PDL)
@@ -296,8 +319,12 @@ def keep_path_kernel(
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TREE_DEPTH: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per head of the keys or values of one layer of one sequence: everything is read before anything is
-    written."""
+    """Moves the K/V of an accepted path to the positions after the committed length [B]: rows [B, TREE_DEPTH] of the
+    tree, of which accepted [B] and the first are kept; caches: addresses of tensors [pages, heads, PAGE, D]. Everything
+    is read before anything is written.
+
+    Grid (caches, heads, B): a program per head of the keys or values of one layer of a sequence.
+    """
     cache = tl.program_id(0)
     head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
