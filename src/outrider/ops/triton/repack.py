@@ -19,6 +19,7 @@ from ..formats.integer import halves
 
 ROWS = 64  # rows of a weight that lie together
 SLICE = 1 << 25  # weights unpacked at once
+GROUPS = (0, 16, 32, 64, 128, 256)  # columns that share a scale; 0: whole rows
 
 
 class Codes(Enum):
@@ -165,83 +166,128 @@ class Grid:
     order: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How the words of a matrix [N, K] lie: in tiles of 64 rows and in chunks of columns, of one word per column of a
+    plane."""
+
+    n: int
+    k: int
+    bits: int
+    plane: int  # columns of a plane
+
+    @property
+    def planes(self) -> int:
+        return 32 // self.bits
+
+    @property
+    def columns(self) -> int:
+        """Columns of a chunk."""
+        return self.planes * self.plane
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.k // self.columns)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // ROWS)
+
+
 def repack(weight: Weight) -> QuantWeight | None:
-    """None for a format (or a width) that the kernels do not take."""
+    """The weight as the kernels read it; None for a format (or a width) that they do not support."""
     if len(weight.shape) != 2:
         return None
     grid = _grid(weight)
-    if grid is None or (grid.group and grid.group not in (16, 32, 64, 128, 256)):
+    if grid is None or grid.group not in GROUPS:
         return None
     n, k = weight.shape
-    bits = grid.codes.bits
-    planes = 32 // bits
-    plane = 16 if grid.group == 16 else 32
-    columns = planes * plane
-    if grid.group == 0 and grid.zero_point is not None:  # an offset of whole rows: as if each chunk were a group
-        count = -(-k // columns)
-        grid = replace(
-            grid, group=columns, scale=grid.scale.expand(-1, count), zero_point=grid.zero_point.expand(-1, count)
-        )
-    if grid.group > columns:
-        each = grid.group // columns
-        zero_point = None if grid.zero_point is None else grid.zero_point.repeat_interleave(each, 1)
-        grid = replace(grid, group=columns, scale=grid.scale.repeat_interleave(each, 1), zero_point=zero_point)
-    chunks = -(-k // columns)
-    tiles = -(-n // ROWS)
-    device = next(iter(weight.tensors.values())).device
-    words = torch.empty((tiles, chunks, ROWS, plane), dtype=torch.int32, device=device)
-    above = grid.codes.above
-    high = None
-    if above > 0:
-        high = torch.empty(words.shape, dtype=torch.uint8 if above == 1 else torch.int16, device=device)
-    step = max(1, SLICE // (ROWS * chunks * columns))
-    for lo in range(0, tiles, step):
-        hi = min(tiles, lo + step)
-        block = grid.values(lo * ROWS, min(n, hi * ROWS))
-        words[lo:hi] = pack(block & 15 if above else block, hi - lo, chunks, planes=planes, plane=plane, bits=bits)
-        if high is not None:
-            high[lo:hi] = pack(block >> 4, hi - lo, chunks, planes=planes, plane=plane, bits=above, column=4 * above)
-    per = grid.group // plane
-    factor = grid.factor
+    layout = ChunkLayout(n, k, grid.codes.bits, plane=16 if grid.group == 16 else 32)
+    grid = _group_within_chunks(grid, layout)
+    words, high = _pack_codes(grid, layout, device=next(iter(weight.tensors.values())).device)
+    per = grid.group // layout.plane
     scale = None
     zero_point = None
     half = False
-    if per == 0:
-        factor = grid.scale.float() if factor is None else factor * grid.scale.float()
+    if per == 0:  # the scale of a whole row
+        factor = grid.scale.float() if grid.factor is None else grid.factor * grid.scale.float()
     else:
         half = grid.scale.dtype != torch.bfloat16
-        if grid.scale.dtype == torch.float32:  # the largest of a row is 1, so that float16 holds all of them well
-            largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
-            factor = largest if factor is None else factor * largest
-            shifted = None if grid.zero_point is None else grid.zero_point / largest
-            grid = replace(grid, scale=grid.scale / largest, zero_point=shifted)
-        kind = torch.float16 if half else torch.bfloat16
-        scale = pairs(grid.scale.to(kind), tiles, chunks, groups=planes // per)
-        zero_point = (
-            None if grid.zero_point is None else pairs(grid.zero_point.to(kind), tiles, chunks, groups=planes // per)
-        )
+        grid = _scale_within_float16(grid)
+        factor = grid.factor
+        dtype = torch.float16 if half else torch.bfloat16
+        scale = pairs(grid.scale.to(dtype), layout, groups=layout.planes // per)
+        if grid.zero_point is not None:
+            zero_point = pairs(grid.zero_point.to(dtype), layout, groups=layout.planes // per)
     if factor is not None:
-        factor = torch.nn.functional.pad(factor.reshape(-1), (0, tiles * ROWS - n)).contiguous()
-    order = None if grid.order is None else grid.order.long()
+        factor = torch.nn.functional.pad(factor.reshape(-1), (0, layout.tiles * ROWS - n)).contiguous()
     return QuantWeight(
         shape=(n, k),
         codes=grid.codes,
-        plane=plane,
+        plane=layout.plane,
         per=per,
         words=words,
         scale=scale,
         zero_point=zero_point,
         factor=factor,
         half=half,
-        order=order,
+        order=None if grid.order is None else grid.order.long(),
         high=high,
     )
 
 
-def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int, column: int = 16) -> Tensor:
+def _group_within_chunks(grid: Grid, layout: ChunkLayout) -> Grid:
+    """The same grid with no group wider than a chunk. Whole rows with a zero point get a group per chunk."""
+    columns = layout.columns
+    if grid.group == 0 and grid.zero_point is not None:
+        scale = grid.scale.expand(-1, layout.chunks)
+        return replace(grid, group=columns, scale=scale, zero_point=grid.zero_point.expand(-1, layout.chunks))
+    if grid.group > columns:
+        chunks_per_group = grid.group // columns
+        zero_point = None if grid.zero_point is None else grid.zero_point.repeat_interleave(chunks_per_group, 1)
+        scale = grid.scale.repeat_interleave(chunks_per_group, 1)
+        return replace(grid, group=columns, scale=scale, zero_point=zero_point)
+    return grid
+
+
+def _scale_within_float16(grid: Grid) -> Grid:
+    """The same grid with float32 scales divided by the largest of their row, so that float16 holds them well."""
+    if grid.scale.dtype != torch.float32:
+        return grid
+    largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
+    return replace(
+        grid,
+        scale=grid.scale / largest,
+        zero_point=None if grid.zero_point is None else grid.zero_point / largest,
+        factor=largest if grid.factor is None else grid.factor * largest,
+    )
+
+
+def _pack_codes(grid: Grid, layout: ChunkLayout, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """`QuantWeight.words` and `high`, some tiles at a time."""
+    words = torch.empty((layout.tiles, layout.chunks, ROWS, layout.plane), dtype=torch.int32, device=device)
+    high = None
+    high_bits = grid.codes.above
+    if high_bits > 0:
+        high = torch.empty(words.shape, dtype=torch.uint8 if high_bits == 1 else torch.int16, device=device)
+    step = max(1, SLICE // (ROWS * layout.chunks * layout.columns))
+    for first in range(0, layout.tiles, step):
+        end = min(layout.tiles, first + step)
+        block = grid.values(first * ROWS, min(layout.n, end * ROWS))
+        low = block & 15 if high is not None else block
+        words[first:end] = pack(low, end - first, layout, bits=layout.bits)
+        if high is not None:
+            high[first:end] = pack(block >> 4, end - first, layout, bits=high_bits, column=4 * high_bits)
+    return words, high
+
+
+def pack(codes: Tensor, tiles: int, layout: ChunkLayout, bits: int, column: int = 16) -> Tensor:
     """uint8 [N, K] -> int32 [tiles, chunks, 64, plane], the second column of a pair `column` bits above the first; what
     is missing is 0."""
     n, k = codes.shape
+    chunks = layout.chunks
+    planes = layout.planes
+    plane = layout.plane
     codes = torch.nn.functional.pad(codes, (0, chunks * planes * plane - k, 0, tiles * ROWS - n))
     # half of the planes, plane in it, pair, column of the pair
     c = codes.view(tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2)
@@ -253,10 +299,12 @@ def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: 
     return words.view(tiles, ROWS, chunks, plane).transpose(1, 2)
 
 
-def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
-    """16-bit [N, G] -> int32 [tiles, chunks, 64, pairs]: two groups of a chunk in a word, the first in its lower
-    half."""
+def pairs(numbers: Tensor, layout: ChunkLayout, groups: int) -> Tensor:
+    """16-bit [N, G] -> int32 [tiles, chunks, 64, pairs]: two groups of a chunk in a word, the first in its lower half.
+    groups: of a chunk."""
     n, count = numbers.shape
+    tiles = layout.tiles
+    chunks = layout.chunks
     width = groups + groups % 2
     padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n))
     padded = padded.view(tiles, ROWS, chunks, groups)
