@@ -18,7 +18,7 @@ from tests.engines import request, run
 from tests.kv import build_kv
 from torch import Tensor
 
-from outrider.assemble import drafter_names, pick_drafter
+from outrider.assemble import drafter_names
 from outrider.config import EngineConfig, LoadSettings, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import AllowedTokens
@@ -32,6 +32,7 @@ from outrider.ops.reference import ReferenceOps
 from outrider.parallel import Leader, ProcessGroup, follow, join
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
+from outrider.spec.loader import pick_drafter
 from outrider.weights import hub
 from outrider.weights.load import load_target
 

@@ -58,6 +58,7 @@ from outrider.ops.reference import ReferenceOps
 from outrider.parallel import ProcessGroup, join
 from outrider.parallel import process_group as team_module
 from outrider.parallel.broadcast import BroadcastExecutor
+from outrider.spec import loader
 from outrider.types import SamplingParams
 from outrider.weights.load import load_target
 
@@ -125,8 +126,8 @@ class Copies(ProcessGroup):
 
 def share_weights() -> None:
     """Every engine of this process is built over the same tensors: 31B fits once."""
-    for name in ("load_target", "load_drafter"):
-        load = getattr(assemble, name)
+    for module, name in ((assemble, "load_target"), (loader, "load_target"), (loader, "load_drafter")):
+        load = getattr(module, name)
         made = {}
 
         def once(what, *rest, load=load, made=made, **how):  # type: ignore[no-untyped-def]
@@ -135,7 +136,7 @@ def share_weights() -> None:
                 made[key] = load(what, *rest, **how)
             return made[key]
 
-        setattr(assemble, name, once)
+        setattr(module, name, once)
 
 
 def block(engine: Engine, tag: str, prompt: list[int], k: int, steps: int) -> float:

@@ -30,8 +30,12 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
+# From the text of a token id: what a template writes for an image, and what is read instead; None: what is written.
+ImageText = Callable[[Callable[[int], str | None]], tuple[str, str] | None]
+
+
 class Tokenizer:
-    def __init__(self, files: TextFiles) -> None:
+    def __init__(self, files: TextFiles, image_text: ImageText | None = None) -> None:
         if files.build is None:
             missing = f"{files.where} has no tokenizer (tokenizer.json is missing)"
             raise OutriderError(f"{missing}: fetch it with the checkpoint")
@@ -54,7 +58,7 @@ class Tokenizer:
         strips = any(s.get("type") == "Strip" and s.get("start") for s in steps)
         metaspace = any(s.get("type") == "Metaspace" and s.get("prepend_scheme", "always") != "never" for s in steps)
         self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
-        self.image_text: tuple[str, str] | None = None  # what a template writes for an image, and what is read instead
+        self._image_text = None if image_text is None else image_text(self.backend.id_to_token)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
         # a server has `ids` of long texts and the chat template made in other processes
@@ -171,7 +175,7 @@ class Tokenizer:
             raise OutriderError(f"the chat template refused these messages: {why}") from None
 
     def with_image_text(self, text: str) -> str:
-        return text if self.image_text is None else text.replace(*self.image_text)
+        return text if self._image_text is None else text.replace(*self._image_text)
 
     @cached_property
     def _template(self) -> ChatTemplate:

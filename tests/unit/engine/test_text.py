@@ -169,6 +169,21 @@ def test_template_helpers(tokenizer: Tokenizer) -> None:
     assert loop.render([{"content": "1"}, {"content": "2"}], extra="!") == "1!"
 
 
+def test_a_template_writes_an_image_as_the_model_reads_it(tokenizer: Tokenizer) -> None:
+    """Gemma 3 reads empty lines and an end around every image, which its template does not write."""
+    written = replace(tokenizer.files, chat_template="{{ messages[0].content }}")
+
+    def image_text(text_of: Any) -> tuple[str, str]:
+        mark = text_of(tokenizer.eos_ids[0])
+        return mark, f"[{mark}]"
+
+    eos = tokenizer.backend.id_to_token(tokenizer.eos_ids[0])
+    message = [{"role": "user", "content": f"a {eos}"}]
+    assert Tokenizer(written, image_text=image_text).render(message) == f"a [{eos}]"
+    assert Tokenizer(written).render(message) == f"a {eos}"
+    assert Tokenizer(written, image_text=lambda text_of: None).render(message) == f"a {eos}"
+
+
 def test_templates_are_sandboxed_and_their_errors_are_one_line(tokenizer: Tokenizer) -> None:
     for text, match in (
         ("{{ raise_exception('roles must alternate\\nok') }}", "roles must alternate ok"),

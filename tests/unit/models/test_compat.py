@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.assemble import other_weights
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.spec.loader import other_weights
 from outrider.types import OutriderError
 
 SIZES = ("E2B", "E4B", "12B", "26B-A4B", "31B")

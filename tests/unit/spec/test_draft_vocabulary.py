@@ -11,6 +11,7 @@ import pytest
 from tests import tiny
 
 from outrider import LLM, SamplingParams, assemble
+from outrider.spec import loader
 from outrider.types import OutriderError
 
 TEXT = "The quick brown fox"
@@ -61,6 +62,7 @@ def test_other_tokens_are_refused_before_weights_are_read(
         pytest.fail("weights were read")
 
     monkeypatch.setattr(assemble, "load_target", read)
+    monkeypatch.setattr(loader, "load_target", read)
     with pytest.raises(
         OutriderError, match=r"other cannot draft for .*: vocabularies of 304 and 288 tokens, from two tokenizers"
     ):
