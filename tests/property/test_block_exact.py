@@ -27,9 +27,9 @@ from outrider.engine.step import Request
 from outrider.models.block import BlockNet
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
+from outrider.ops.attention import block_context
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.decode_io import Proposer
-from outrider.ops.reference import block_context
 from outrider.spec.block import BlockDrafter
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.plan import VERIFY, CostPart

@@ -3,7 +3,7 @@
 `losses.row_terms` as one kernel: one program per row, three passes over the vocabulary, the logits overwritten by their
 gradient. The second and third pass hit the GPU's L2 cache. A rotation in plain torch is eight passes over float32
 copies; with six drafter layers, five unrolled steps and thirty target layers that is a sixth of a training step. The
-arithmetic is `ops.reference.rotate`: float32 inside, rounded once.
+arithmetic is `ops.attention.rotate`: float32 inside, rounded once.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from outrider.ops.attention import rotate as plain_rotate
 from outrider.ops.cpu.packing import quantize_rows
-from outrider.ops.reference import rotate as plain_rotate
 from outrider.train.kernels import Rotate, head_terms, turn
 from outrider.train.losses import row_terms
 from outrider.train.net import four_bits, four_bits_all
