@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: rotary embedding, writing K/V into pages and reading it; chains, trees, block drafters."""
+"""Attention in plain PyTorch: rotary embedding, writing K/V into pages, reading it; chains, trees, block drafters."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HEADERS = re.compile(r"[A-Za-z0-9_, -]{1,2048}")
 USUAL_HEADERS = b"authorization, content-type, x-api-key"
 SLASHES = re.compile("/{2,}")
+CountAnswer = Callable[[str, int], None]  # is told the path and status of an answer
 # characters of a path that may be logged: never a client's text
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")
 POLICY = (
@@ -153,12 +154,90 @@ def refusal(state: dict[str, object], error: ApiError, path: str) -> Response:
     return response
 
 
+class Exchange:
+    """One request and its answer: the address is brought into one form, the bytes of the body are counted, and the
+    answer gets our headers, is counted and logged."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int, count: CountAnswer) -> None:
+        self._receive = receive
+        self._send = send
+        self._count = count
+        self._max_body = max_body
+        self._num_received = 0
+        self.begun = False  # the answer has begun
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        request_id = self.headers.get("x-request-id", "")
+        self.id = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
+        self.cors: list[tuple[bytes, bytes]] = []  # headers for a page of another origin
+        self._is_head = scope["method"] == "HEAD"
+        root = scope.get("root_path", "")  # what a proxy serves us under
+        self.path = self._normal_path(scope["path"].removeprefix(root))
+        client = str((scope.get("client") or ("local",))[0])
+        self.state = {**scope.get("state", {}), "request_id": self.id, "client": client, "path": self.path}
+        self.method = "GET" if self._is_head else scope["method"]
+        self.scope = {**scope, "path": root + self.path, "method": self.method, "state": self.state}
+
+    def _normal_path(self, path: str) -> str:
+        # a target in absolute form, as it is sent to proxies: its host is the one meant
+        if path.startswith(("http://", "https://")):
+            self.headers["host"], _, path = path.partition("://")[2].partition("/")
+        return "/" + SLASHES.sub("/", path.strip("/"))  # an address may be given with a / too many
+
+    @property
+    def is_preflight(self) -> bool:
+        """A browser asks what a page of another origin may send."""
+        return self.method == "OPTIONS" and "access-control-request-method" in self.headers and bool(self.cors)
+
+    def check_length(self) -> None:
+        """Refuse a body whose announced length is too large or no number."""
+        length = self.headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or int(length) > self._max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        message = f"The body is larger than {self._max_body} bytes (--max-body)."
+        return ApiError(413, message, code="body_too_large")
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._num_received += len(message.get("body", b""))
+        if self._num_received > self._max_body:  # a chunked body has no length to check beforehand
+            raise self._too_large()
+        return message
+
+    async def send(self, message: Message) -> None:
+        self.begun = True
+        if message["type"] == "http.response.start":
+            self._note_status(message["status"])
+            message["headers"] = [*message.get("headers", ()), *self._added_headers()]
+        elif self._is_head:
+            message = {**message, "body": b""}
+        await self._send(message)
+
+    def _note_status(self, status: int) -> None:
+        note_answer = self.state.get("answered")
+        if status not in REFUSALS and callable(note_answer):
+            note_answer()
+        if self.method == "POST" or status >= 400:  # of those that worked only the ones that were work
+            self._count(self.path, status)
+        if status >= 400:
+            shown = self.path if ROUTE.fullmatch(self.path) else "(other)"
+            why = self.state.get("refusal", "refused")
+            log.info("refused: id %s, route %s %s, %d %s", self.id, self.method, shown, status, why)
+
+    def _added_headers(self) -> list[tuple[bytes, bytes]]:
+        added = [*SECURITY_HEADERS, (b"x-request-id", self.id.encode()), *self.cors]
+        warning = self.state.get("warning")
+        if warning is not None:
+            added.append((b"x-outrider-warning", warning.encode("latin-1", "replace")))
+        return added
+
+
 class RequestGuard:
     """Middleware: host, origin, key and body size, in that order. What is raised behind it is answered, counted and
     logged here."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, int], None], keys: Keys) -> None:
-        """`count`: is told the path and status of an answer."""
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count: CountAnswer, keys: Keys) -> None:
         self.app = app
         self._settings = settings
         self._count = count
@@ -168,78 +247,32 @@ class RequestGuard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        request_id = headers.get("x-request-id", "")
-        id = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
-        head = scope["method"] == "HEAD"
-        root = scope.get("root_path", "")  # what a proxy serves us under
-        path = scope["path"].removeprefix(root)
-        # a target in absolute form, as it is sent to proxies: its host is the one meant
-        if path.startswith(("http://", "https://")):
-            headers["host"], _, path = path.partition("://")[2].partition("/")
-        path = "/" + SLASHES.sub("/", path.strip("/"))  # an address may be given with a / too many
-        client = str((scope.get("client") or ("local",))[0])
-        state = {**scope.get("state", {}), "request_id": id, "client": client, "path": path}
-        scope = {**scope, "path": root + path, "method": "GET" if head else scope["method"], "state": state}
-        cross = self._cross(headers)
-        got = 0
-        begun = False
-
-        async def counted() -> Message:
-            nonlocal got
-            message = await receive()
-            got += len(message.get("body", b""))
-            if got > self._settings.max_body:  # a chunked body has no length to check beforehand
-                raise self._too_large()
-            return message
-
-        async def answer(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                note_answer = state.get("answered")
-                if status not in REFUSALS and callable(note_answer):
-                    note_answer()
-                if scope["method"] == "POST" or status >= 400:  # of those that worked only the ones that were work
-                    self._count(path, status)
-                if status >= 400:
-                    shown = path if ROUTE.fullmatch(path) else "(other)"
-                    why = state.get("refusal", "refused")
-                    log.info("refused: id %s, route %s %s, %d %s", id, scope["method"], shown, status, why)
-                warning = state.get("warning")
-                extra = [*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross]
-                if warning is not None:
-                    extra.append((b"x-outrider-warning", warning.encode("latin-1", "replace")))
-                message["headers"] = [*message.get("headers", ()), *extra]
-            elif head:
-                message = {**message, "body": b""}
-            await send(message)
-
+        exchange = Exchange(scope, receive, send, self._settings.max_body, count=self._count)
+        exchange.cors = self._cross(exchange.headers)
         try:
-            # two lengths: a proxy in between may believe the other
-            if "content-length" in headers and "transfer-encoding" in headers:
-                raise bad("Content-Length and Transfer-Encoding exclude each other.", code="two_lengths")
-            self._host(headers)
-            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers and cross:
-                await Response(status_code=204)(scope, receive, answer)
-                return
-            self._origin(headers)
-            state["client"] = self._key(path, headers) or state["client"]
-            length = headers.get("content-length", "0")
-            if not (length.isascii() and length.isdigit()) or int(length) > self._settings.max_body:
-                raise self._too_large()
-            # a client that left in the middle of a body gets no answer, and needs no traceback
-            with suppress(ClientDisconnect):
-                await self.app(scope, counted, answer)
-        except Exception as e:
-            if begun:
+            await self._answer(exchange)
+        except Exception as error:
+            if exchange.begun:
                 raise  # too late for another answer: the connection is cut
-            await refusal(state, api_error(e, id), path)(scope, receive, answer)
+            refused = refusal(exchange.state, api_error(error, exchange.id), exchange.path)
+            await refused(exchange.scope, receive, exchange.send)
 
-    def _too_large(self) -> ApiError:
-        message = f"The body is larger than {self._settings.max_body} bytes (--max-body)."
-        return ApiError(413, message, code="body_too_large")
+    async def _answer(self, exchange: Exchange) -> None:
+        """Check the request and pass it on; a preflight is answered here."""
+        headers = exchange.headers
+        # two lengths: a proxy in between may believe the other
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise bad("Content-Length and Transfer-Encoding exclude each other.", code="two_lengths")
+        self._host(headers)
+        if exchange.is_preflight:
+            await Response(status_code=204)(exchange.scope, exchange.receive, exchange.send)
+            return
+        self._origin(headers)
+        exchange.state["client"] = self._key(exchange.path, headers) or exchange.state["client"]
+        exchange.check_length()
+        # a client that left in the middle of a body gets no answer, and needs no traceback
+        with suppress(ClientDisconnect):
+            await self.app(exchange.scope, exchange.receive, exchange.send)
 
     def _host(self, headers: dict[str, str]) -> None:
         """Refuses foreign host names on loopback (DNS rebinding)."""
