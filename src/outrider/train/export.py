@@ -111,78 +111,150 @@ def block_dict(config: BlockConfig, verifier: str | None = None) -> Json:
     """config.json in the layout that the configuration names. verifier: name of the target."""
     if config.kind not in ("dflash", "eagle3") or config.layout == "deepseek" or config.gemma:
         raise OutriderError(f"a {config.kind} drafter of {config.layout}'s layout cannot be written")
-    some = config.layers[0]
-    taps = list(config.taps or ())
-    eagle = config.kind == "eagle3"
-    windows = [layer.attn.window for layer in config.layers]
-    ropes = {layer.rope for layer in config.layers}
-    sliding = [w is not None or (c and not eagle) for w, c in zip(windows, config.causal, strict=True)]
-    flags = {causal for causal, near in zip(config.causal, sliding, strict=True) if near}
-    sliding_windows = {w for w, near in zip(windows, sliding, strict=True) if near}
-    mixed_layers = len(ropes) > 1 or len(sliding_windows) > 1
+    check_layers_alike(config)
     if config.layout == "speculators":
-        mixed_layers = mixed_layers or len(flags) > 1 or None in sliding_windows
-    if mixed_layers:
+        return speculators_dict(config, verifier)
+    return vllm_eagle3_dict(config) if config.kind == "eagle3" else zlab_dflash_dict(config)
+
+
+def sliding_layers(config: BlockConfig) -> list[bool]:
+    """By layer: its type is sliding_attention. DFlash's layouts write causal masks as such, too."""
+    dflash = config.kind != "eagle3"
+    return [
+        layer.attn.window is not None or (causal and dflash)
+        for layer, causal in zip(config.layers, config.causal, strict=True)
+    ]
+
+
+def sliding_masks(config: BlockConfig) -> set[bool]:
+    """Whether the sliding layers are causal."""
+    return {causal for causal, sliding in zip(config.causal, sliding_layers(config), strict=True) if sliding}
+
+
+def check_layers_alike(config: BlockConfig) -> None:
+    """Refuse layers whose differences no layout can express."""
+    ropes = {layer.rope for layer in config.layers}
+    sliding = sliding_layers(config)
+    windows = {layer.attn.window for layer, slides in zip(config.layers, sliding, strict=True) if slides}
+    differ = len(ropes) > 1 or len(windows) > 1
+    if config.layout == "speculators":
+        differ = differ or len(sliding_masks(config)) > 1 or None in windows
+    if differ:
         raise OutriderError("layers with different windows, rotary frequencies or masks cannot be written")
+
+
+def transformer_dict(config: BlockConfig) -> Json:
+    """The fields of a plain transformer, which all layouts share."""
+    layer = config.layers[0]
     body: Json = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden,
-        "intermediate_size": some.intermediate,
+        "intermediate_size": layer.intermediate,
         "num_hidden_layers": len(config.layers),
-        "num_attention_heads": some.attn.heads,
-        "num_key_value_heads": some.attn.kv_heads,
-        "head_dim": some.attn.head_dim,
+        "num_attention_heads": layer.attn.heads,
+        "num_key_value_heads": layer.attn.kv_heads,
+        "head_dim": layer.attn.head_dim,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu" if config.activation == "silu" else "gelu_pytorch_tanh",
         "attention_bias": config.qkv_bias,
         "max_position_embeddings": 131072,
-        "rope_theta": some.rope.theta,
-        "rope_parameters": rope_dict(some.rope, gemma=False),
+        "rope_theta": layer.rope.theta,
+        "rope_parameters": rope_dict(layer.rope, gemma=False),
         "tie_word_embeddings": False,
     }
-    if not eagle:
-        body["layer_types"] = ["sliding_attention" if near else "full_attention" for near in sliding]
-        body |= {"use_sliding_window": True, "sliding_window": max(w or 0 for w in windows)} if any(windows) else {}
-    norms = {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output") if eagle}
-    drafted = {"draft_vocab_size": config.draft_vocab, "num_target_layers": config.target_layers, "dtype": "bfloat16"}
+    if config.kind == "eagle3":
+        return body
+    body["layer_types"] = ["sliding_attention" if sliding else "full_attention" for sliding in sliding_layers(config)]
+    windows = [layer.attn.window or 0 for layer in config.layers]
+    if any(windows):
+        body |= {"use_sliding_window": True, "sliding_window": max(windows)}
+    return body
+
+
+def target_dict(config: BlockConfig) -> Json:
+    """The fields about the target, which all layouts share."""
+    fields: Json = {
+        "draft_vocab_size": config.draft_vocab,
+        "num_target_layers": config.target_layers,
+        "dtype": "bfloat16",
+    }
     if config.target_hidden != config.hidden:
-        drafted["target_hidden_size"] = config.target_hidden
-    if config.layout == "speculators":
-        if config.embed_scale is not None or config.output_scale != 1.0:
-            raise OutriderError("scaled embeddings or logits have no place in the speculators layout")
-        key = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
-        extra: Json = {} if eagle else {
-            "block_size": config.block, "mask_token_id": config.mask_id, "sample_from_anchor": config.from_anchor,
-            "sliding_window_non_causal": flags == {False},
-        }  # fmt: skip
-        method = {"proposal_type": "greedy", "speculative_tokens": 5 if eagle else config.max_tokens}
-        return {
-            "architectures": ["Eagle3Speculator" if eagle else "DFlashDraftModel"],
-            "speculators_model_type": config.kind,
-            "speculators_config": {
-                "algorithm": config.kind,
-                "proposal_methods": [method],
-                "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": verifier, "architectures": []},
-            },
-            "transformer_layer_config": body,
-            key: [tap + 1 for tap in taps],
-            **extra,
-            **norms,
-            **drafted,
-        }
+        fields["target_hidden_size"] = config.target_hidden
+    return fields
+
+
+def eagle3_norms(config: BlockConfig) -> Json:
+    return {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")}
+
+
+def layers_read(config: BlockConfig) -> list[int]:
+    """The target's layers that are read, as EAGLE-3's and speculators' layouts count them: from 1."""
+    return [tap + 1 for tap in config.taps or ()]
+
+
+def speculators_dict(config: BlockConfig, verifier: str | None) -> Json:
+    if config.embed_scale is not None or config.output_scale != 1.0:
+        raise OutriderError("scaled embeddings or logits have no place in the speculators layout")
+    eagle = config.kind == "eagle3"
+    method = {"proposal_type": "greedy", "speculative_tokens": 5 if eagle else config.max_tokens}
+    raw: Json = {
+        "architectures": ["Eagle3Speculator" if eagle else "DFlashDraftModel"],
+        "speculators_model_type": config.kind,
+        "speculators_config": {
+            "algorithm": config.kind,
+            "proposal_methods": [method],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        "transformer_layer_config": transformer_dict(config),
+    }
     if eagle:
-        ids = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps], "fc_norm": config.fc_norms}
-        return {**body, "architectures": ["LlamaForCausalLMEagle3"], **ids, **norms, **drafted}
-    nested: Json = {"mask_token_id": config.mask_id, "target_layer_ids": taps, "block_size": config.block}
-    scales = {"input_embedding_scale": config.embed_scale, "final_logit_softcapping": config.softcap}
-    scales["output_multiplier"] = None if config.output_scale == 1.0 else config.output_scale
-    nested |= {k: v for k, v in scales.items() if v is not None}
-    top: Json = {"architectures": ["DFlashDraftModel"], "block_size": config.block, "dflash_config": nested}
-    if len(set(config.causal)) == 1:  # the first is read by vLLM, the second by SGLang
-        nested["causal"] = top["is_causal"] = config.causal[0]
-    return {**body, **top, **{k: v for k, v in drafted.items() if v is not None}}
+        raw["eagle_aux_hidden_state_layer_ids"] = layers_read(config)
+        raw |= eagle3_norms(config)
+    else:
+        raw["aux_hidden_state_layer_ids"] = layers_read(config)
+        raw["block_size"] = config.block
+        raw["mask_token_id"] = config.mask_id
+        raw["sample_from_anchor"] = config.from_anchor
+        raw["sliding_window_non_causal"] = sliding_masks(config) == {False}
+    return {**raw, **target_dict(config)}
+
+
+def vllm_eagle3_dict(config: BlockConfig) -> Json:
+    return {
+        **transformer_dict(config),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_aux_hidden_state_layer_ids": layers_read(config),
+        "fc_norm": config.fc_norms,
+        **eagle3_norms(config),
+        **target_dict(config),
+    }
+
+
+def zlab_dflash_dict(config: BlockConfig) -> Json:
+    optional = {
+        "input_embedding_scale": config.embed_scale,
+        "final_logit_softcapping": config.softcap,
+        "output_multiplier": None if config.output_scale == 1.0 else config.output_scale,
+    }
+    nested: Json = {
+        "mask_token_id": config.mask_id,
+        "target_layer_ids": list(config.taps or ()),
+        "block_size": config.block,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+    raw: Json = {
+        **transformer_dict(config),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block,
+        "dflash_config": nested,
+        **{name: value for name, value in target_dict(config).items() if value is not None},
+    }
+    if len(set(config.causal)) == 1:
+        nested["causal"] = config.causal[0]  # vLLM reads this
+        raw["is_causal"] = config.causal[0]  # SGLang reads this
+    return raw
 
 
 def rope_dict(rope: RopeSpec, gemma: bool) -> Json:
