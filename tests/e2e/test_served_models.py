@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from tests.running import running
 
-from outrider.cli.serve import several
+from outrider.cli.serve import check_options
 from outrider.config import EngineConfig, LoadSettings
 from outrider.llm import LLM
 from outrider.server.main import HttpServer
@@ -21,7 +21,7 @@ from outrider.types import OutriderError
 ENGINE = EngineConfig(max_batch=4, max_context=128)
 
 
-def load(model: str) -> LLM:
+def load_model(model: str) -> LLM:
     return LLM.load(model, drafter="ngram", draft_tokens=2, threads=1, engine=ENGINE)
 
 
@@ -44,7 +44,7 @@ def ask(http: httpx.Client, model: str, i: int) -> str:
 def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
     listed = read_names([str(folder / "one"), f"other={folder / 'two'}"])
     settings = ServerSettings("one", port=0, max_concurrent=4, max_queued=64)
-    shelf = ModelPool.listed(listed, load, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
+    shelf = ModelPool.listed(listed, load_model, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
     with running(HttpServer(shelf, settings)) as url, httpx.Client(base_url=url, timeout=120) as http:
         cards = http.get("/v1/models").json()["data"]
         assert [(c["id"], c["outrider"]["state"]) for c in cards] == [("one", "unloaded"), ("other", "unloaded")]
@@ -74,11 +74,13 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
 
 def test_what_makes_no_sense_with_several_models() -> None:
     listed = read_names(["smollm2", "other=org/name"])
-    for arguments, message in (
-        (("x", LoadSettings(), None), "--name is for one model"),
-        ((None, LoadSettings(drafter="some/drafter"), None), "can't fit 2 models"),
-        ((None, LoadSettings(), 0.0), "--memory must be more than 0"),
-        ((None, LoadSettings(tensor_parallel=2), None), "--tensor-parallel serves one model"),
+    for load, name, memory_gib, message in (
+        (LoadSettings(), "x", None, "--name is for one model"),
+        (LoadSettings(drafter="some/drafter"), None, None, "can't fit 2 models"),
+        (LoadSettings(), None, 0.0, "--memory must be more than 0"),
+        (LoadSettings(tensor_parallel=2), None, None, "--tensor-parallel serves one model"),
     ):
         with pytest.raises(OutriderError, match=message):
-            several(listed, *arguments)
+            check_options(listed, load, name=name, memory_gib=memory_gib)
+    with pytest.raises(OutriderError, match="--memory is shared by several models"):
+        check_options(read_names(["smollm2"]), LoadSettings(), name=None, memory_gib=4.0)

@@ -12,14 +12,15 @@ from rich.text import Text
 
 from ..bench.machines import Hardware, machine
 from ..config import LoadSettings
-from ..models.config import ForeignDict
+from ..models.config import ForeignDict, ModelConfig
 from ..models.inspect import model_size, report
 from ..types import require
 from . import common
 from .common import out
 
 if TYPE_CHECKING:
-    from ..weights.sizes import HeldBytes, HeldFormat
+    from ..weights.files import Files
+    from ..weights.sizes import HeldBytes, HeldFormat, StoredSize
 
 CPU = Hardware(label="a CPU", bandwidth=0.0, rate=0.0, memory=0.0, is_cpu=True)  # only its formats matter here
 VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
@@ -48,53 +49,101 @@ def inspect(asked: InspectOptions, load: LoadSettings) -> None:
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in
     float32, and prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize
     int8 | int4 | fp8 it is rounded as a GPU rounds it; the measuring is still done here, without one."""
-    from ..weights.audio import audio_config  # these need torch, which --help does not
-    from ..weights.repos import companion
-    from ..weights.vision import vision_config
-    from .model_facts import drafter_names, drafter_of, loaded_weights, on_card, read, with_sequences
+    from .model_facts import read  # needs torch, which --help does not
 
-    kv_dtype = load.engine.kv_dtype
-    quantize = load.quantize
-    on = None if asked.gpu is None else machine(asked.gpu)
-    require(asked.context >= 1, f"--context must be at least 1, got {asked.context}")
-    require(on is not None or quantize != "fp8", "--quantize takes int8 or int4 without --gpu, got 'fp8'")
-    require(on is None or kv_dtype != "int8", "--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
-    files, config, stored = read(asked.model, quantize if on is not None and not on.is_cpu else None)
-    # int8: each row of a head has a factor
-    kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
-    weights = loaded_weights(config, stored, quantize=quantize, on=on if on is not None or quantize is None else CPU)
-    per_parameter = weights.token / model_size(config).active
+    card = None if asked.gpu is None else machine(asked.gpu)
+    check_options(asked, load, card)
+    files, config, stored = read(asked.model, load.quantize if card is not None and not card.is_cpu else None)
     data = {
         "model": asked.model,
-        **report(config, per_parameter, asked.context, total_bytes=weights.total, kv_item=kv_item),
+        **describe_model(config, stored, asked.context, load=load, card=card),
+        **describe_files(files, load),
     }
-    data["formats"] = {name: round(nbytes) for name, nbytes in stored.formats.items()}
-    data["held"] = [layout_row(how, sizes) for how, sizes in stored.layouts.items()]
-    mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
-    data["mmproj"] = None if mmproj is None else str(mmproj)
-    vision = vision_config(files) if load.vision else None
-    data["vision_bytes"] = 0 if vision is None else vision.nbytes()
-    audio = audio_config(files) if load.audio else None
-    data["audio_bytes"] = 0 if audio is None else audio.nbytes()
-    names = drafter_names(files, load)
-    token = data["bytes_per_token"]
-    helpers = [drafter_of(name, files, config, token=token, kv_item=kv_item, on=on) for name in names]
-    pair = len(helpers) != 2 or sum("taps" in helper.about for helper in helpers) == 1
-    require(pair, "two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)")
-    for field, name, helper in zip(("drafter", "second_drafter"), names, helpers):
-        data[field] = {"name": name, **helper.about}
-    if on is not None:
-        data["gpu"] = on_card(asked.model, with_sequences(load, asked.max_concurrent, on), on)
-    if asked.quality:
-        from ..bench.rounding import measure
+    data |= describe_drafters(files, config, load, token_bytes=data["bytes_per_token"], card=card)
+    if card is not None:
+        from .model_facts import on_card, with_sequences
 
-        rounding = measure(asked.model, quantize, kv_dtype=kv_dtype, gpu=on is not None and quantize is not None)
-        about = {"held": quantize or "as stored", "kv": kv_dtype, "line": rounding.line()}
-        data["rounding"] = {**about, **asdict(rounding)}
+        data["gpu"] = on_card(asked.model, with_sequences(load, asked.max_concurrent, card), card)
+    if asked.quality:
+        data["rounding"] = measure_rounding(asked.model, load, on_gpu=card is not None)
     if asked.as_json:
         print(json.dumps(data))
     else:
         show(data)
+
+
+def check_options(asked: InspectOptions, load: LoadSettings, card: Hardware | None) -> None:
+    require(asked.context >= 1, f"--context must be at least 1, got {asked.context}")
+    fp8_weights = load.quantize == "fp8"
+    require(card is not None or not fp8_weights, "--quantize takes int8 or int4 without --gpu, got 'fp8'")
+    int8_kv = load.engine.kv_dtype == "int8"
+    require(card is None or not int8_kv, "--kv-dtype int8 is for CPUs: with --gpu say fp8, or leave it out")
+
+
+def kv_item_bytes(config: ModelConfig, kv_dtype: str) -> float:
+    """Bytes of one number of K/V; in int8 each row of a head has a factor, too."""
+    return {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)
+
+
+def describe_model(
+    config: ModelConfig, stored: StoredSize, context: int, load: LoadSettings, card: Hardware | None
+) -> ForeignDict:
+    """Size, layers and memory, with the weights as they will be held."""
+    from .model_facts import loaded_weights
+
+    quantize = load.quantize
+    weights = loaded_weights(
+        config, stored, quantize=quantize, on=card if card is not None or quantize is None else CPU
+    )
+    per_parameter = weights.token / model_size(config).active
+    kv_item = kv_item_bytes(config, load.engine.kv_dtype)
+    return {
+        **report(config, per_parameter, context, total_bytes=weights.total, kv_item=kv_item),
+        "formats": {name: round(nbytes) for name, nbytes in stored.formats.items()},
+        "held": [layout_row(how, sizes) for how, sizes in stored.layouts.items()],
+    }
+
+
+def describe_files(files: Files, load: LoadSettings) -> ForeignDict:
+    """The encoders of images and sound next to the model."""
+    from ..weights.audio import audio_config
+    from ..weights.repos import companion
+    from ..weights.vision import vision_config
+
+    mmproj = companion(files.path, "mmproj") if files.gguf is not None else None
+    vision = vision_config(files) if load.vision else None
+    audio = audio_config(files) if load.audio else None
+    return {
+        "mmproj": None if mmproj is None else str(mmproj),
+        "vision_bytes": 0 if vision is None else vision.nbytes(),
+        "audio_bytes": 0 if audio is None else audio.nbytes(),
+    }
+
+
+def describe_drafters(
+    files: Files, config: ModelConfig, load: LoadSettings, token_bytes: float, card: Hardware | None
+) -> ForeignDict:
+    """Whether each drafter fits, and what its step costs."""
+    from .model_facts import drafter_names, drafter_of
+
+    names = drafter_names(files, load)
+    kv_item = kv_item_bytes(config, load.engine.kv_dtype)
+    drafters = [drafter_of(name, files, config, token=token_bytes, kv_item=kv_item, on=card) for name in names]
+    one_block_drafter = sum("taps" in drafter.about for drafter in drafters) == 1
+    unlike = "two of --drafter are an MTP and a block drafter (DFlash, DSpark, EAGLE-3)"
+    require(len(drafters) != 2 or one_block_drafter, unlike)
+    fields = ("drafter", "second_drafter")
+    return {field: {"name": name, **drafter.about} for field, name, drafter in zip(fields, names, drafters)}
+
+
+def measure_rounding(model: str, load: LoadSettings, on_gpu: bool) -> ForeignDict:
+    """Perplexities as held and in float32. on_gpu: rounded as a GPU rounds it."""
+    from ..bench.rounding import measure
+
+    kv_dtype = load.engine.kv_dtype
+    rounding = measure(model, load.quantize, kv_dtype=kv_dtype, gpu=on_gpu and load.quantize is not None)
+    about = {"held": load.quantize or "as stored", "kv": kv_dtype, "line": rounding.line()}
+    return {**about, **asdict(rounding)}
 
 
 def layout_row(how: HeldFormat, sizes: HeldBytes) -> ForeignDict:

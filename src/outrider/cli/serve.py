@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import typer
 from rich.text import Text
@@ -17,6 +17,10 @@ from ..server.settings import ServerSettings, read_keys
 from ..types import OutriderError, require
 from . import common
 from .common import err
+
+if TYPE_CHECKING:
+    from ..server.model_info import ServedModel
+    from ..server.model_pool import ModelPool
 
 SEVERAL = f"{common.NAMES} Or name=MODEL. Further models are loaded on their first request."
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=SEVERAL, autocompletion=common.model_names)]
@@ -59,50 +63,81 @@ def serve(asked: ServeOptions, server: Callable[..., ServerSettings], load: Load
         from ..server.fair import SPARE
         from ..server.main import address, listen
         from ..server.main import serve as run
-        from ..server.model_info import ServedModel
-        from ..server.model_pool import ModelPool, read_names
-    from ..ops import place
+        from ..server.model_pool import read_names
 
-    listed = read_names(asked.models)
+    models = read_names(asked.models)
     load = common.with_adapters(load, asked.adapter)
-    first, *others = listed
-    if len(listed) > 1:
-        several(listed, asked.name, load=load, memory=asked.memory)
-    alone = "for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
-    require(len(listed) > 1 or asked.memory is None, f"--memory is shared by several models: {alone}")
-    settings = server(
-        model_name=asked.name or first,
-        api_key=asked.api_key,
-        otel_endpoint=asked.otel_endpoint,
-        max_concurrent=8 if asked.max_concurrent is None else asked.max_concurrent,
-        allowed_origins=tuple(asked.allowed_origin or ()),
-        trusted_hosts=tuple(asked.trusted_host or ()),
-    )
-    settings = replace(settings, api_keys=read_keys(settings.api_key, settings.api_key_file))
+    check_options(models, load, name=asked.name, memory_gib=asked.memory)
+    settings = server_settings(asked, next(iter(models)), server)
     common.follow_if_told(load)
     require_protection(settings)
     # before the model is loaded: a port in use should not cost a minute
     listener = listen(settings.host, settings.port)
     if asked.max_concurrent is not None:
         load = replace(load, engine=replace(load.engine, max_batch=asked.max_concurrent + SPARE))
-    served: ServedModel | ModelPool
-    if len(listed) == 1:
-        llm = common.load_llm(listed[first], load)
-        settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
-        served = ServedModel.of(llm, err.print)
-    else:
-        limit = None if asked.memory is None else int(asked.memory * 2**30)
-        cuda = place(load.device).type == "cuda"
-        served = ModelPool.listed(
-            listed, lambda model: common.load_llm(model, load), load.engine, limit=limit, settings=settings, cuda=cuda
-        )
-        served.load_first()
+    served, settings = load_models(models, load, settings, memory_gib=asked.memory)
+    announce(models, settings, address(settings, listener))
+    run(served, settings, listener)
+
+
+def check_options(models: Mapping[str, str], load: LoadSettings, name: str | None, memory_gib: float | None) -> None:
+    """Refuse options that make no sense with one model, or with several. models: by the name they are served under."""
+    if len(models) == 1:
+        alone = "for one, --max-context bounds its K/V, and on a GPU --gpu-memory all"
+        require(memory_gib is None, f"--memory is shared by several models: {alone}")
+        return
+    require(name is None, f"--name is for one model: write name=MODEL, as in {name}={next(iter(models.values()))}")
+    if load.drafter not in ("auto", "none", "ngram"):
+        named = " ".join(f"--drafter {one}" for one in load.drafters)
+        raise OutriderError(f"{named} can't fit {len(models)} models: use auto, ngram or none")
+    require(not load.adapters, f"--adapter is for one model: leave it out, or serve {next(iter(models))} alone")
+    if memory_gib is not None and memory_gib <= 0:
+        raise OutriderError(f"--memory must be more than 0 GiB, got {memory_gib:g}")
+    require(load.tensor_parallel == 1, "--tensor-parallel serves one model: name only one")
+
+
+def server_settings(asked: ServeOptions, first_name: str, server: Callable[..., ServerSettings]) -> ServerSettings:
+    settings = server(
+        model_name=asked.name or first_name,
+        api_key=asked.api_key,
+        otel_endpoint=asked.otel_endpoint,
+        max_concurrent=8 if asked.max_concurrent is None else asked.max_concurrent,
+        allowed_origins=tuple(asked.allowed_origin or ()),
+        trusted_hosts=tuple(asked.trusted_host or ()),
+    )
+    return replace(settings, api_keys=read_keys(settings.api_key, settings.api_key_file))
+
+
+def load_models(
+    models: Mapping[str, str], load: LoadSettings, settings: ServerSettings, memory_gib: float | None
+) -> tuple[ServedModel | ModelPool, ServerSettings]:
+    """The only model, or a pool whose first model is loaded; and the settings, with the only model's batch size."""
+    from ..ops import place
+    from ..server.fair import SPARE
+    from ..server.model_info import ServedModel
+    from ..server.model_pool import ModelPool
+
+    if len(models) == 1:
+        llm = common.load_llm(next(iter(models.values())), load)
+        return ServedModel.of(llm, err.print), replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
+    pool = ModelPool.listed(
+        models,
+        lambda model: common.load_llm(model, load),
+        load.engine,
+        limit=None if memory_gib is None else int(memory_gib * 2**30),
+        settings=settings,
+        cuda=place(load.device).type == "cuda",
+    )
+    pool.load_first()
+    return pool, settings
+
+
+def announce(models: Mapping[str, str], settings: ServerSettings, address: str) -> None:
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")
-    names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *others))
-    where = f" at {address(settings, listener)} (page at /, API at /v1)"
-    err.print(Text.assemble("serving ", names, where))
-    run(served, settings, listener)
+    _, *others = models
+    names = Text(", ").join(Text(name, "bold") for name in (settings.model_name, *others))
+    err.print(Text.assemble("serving ", names, f" at {address} (page at /, API at /v1)"))
 
 
 def require_protection(settings: ServerSettings) -> None:
@@ -129,15 +164,3 @@ class Unfailing:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
-
-
-def several(listed: Mapping[str, str], name: str | None, load: LoadSettings, memory: float | None) -> None:
-    """Refuses options that make no sense with several models."""
-    require(name is None, f"--name is for one model: write name=MODEL, as in {name}={next(iter(listed.values()))}")
-    if load.drafter not in ("auto", "none", "ngram"):
-        named = " ".join(f"--drafter {one}" for one in load.drafters)
-        raise OutriderError(f"{named} can't fit {len(listed)} models: use auto, ngram or none")
-    require(not load.adapters, f"--adapter is for one model: leave it out, or serve {next(iter(listed))} alone")
-    if memory is not None and memory <= 0:
-        raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")
-    require(load.tensor_parallel == 1, "--tensor-parallel serves one model: name only one")
