@@ -38,6 +38,7 @@ from .spec.controller import Controller
 from .spec.cost import FORMAT, CostTable, machine_name
 from .spec.drafter import Drafter
 from .spec.loader import pick_drafter
+from .spec.ngram import NGRAM
 from .types import OutriderError
 from .weights import hub
 from .weights.adapter import load_adapter
@@ -228,7 +229,7 @@ def drafter_names(drafter: Drafter | None, settings: LoadSettings) -> tuple[str,
     if settings.drafter == "none":
         return ()
     members = drafter.members if drafter is not None else ()
-    return (*(member.name for member in members), "ngram")
+    return (*(member.name for member in members), NGRAM)
 
 
 def acceptance_profiles(

@@ -249,12 +249,20 @@ class DrafterStats:
 class AcceptanceTable(dict[Source, DrafterStats]):
     """Acceptance over all requests, by source of drafts; it starts from the drafters' profiles."""
 
-    def __init__(self, tuning: Tuning, profiles: Mapping[str, AcceptanceProfile], free: Callable[[str], bool]) -> None:
-        """free: does a drafter's drafting take no time (an n-gram match)?"""
+    def __init__(
+        self,
+        tuning: Tuning,
+        profiles: Mapping[str, AcceptanceProfile],
+        free: Callable[[str], bool],
+        copying: frozenset[str],
+    ) -> None:
+        """free: does a drafter's drafting take no time (an n-gram match)? copying: drafters that repeat earlier
+        text."""
         super().__init__()
         self.tuning = tuning
         self.profiles = profiles
         self.free = free
+        self.copying = copying
 
     def __missing__(self, source: Source) -> DrafterStats:
         tuning = self.tuning
@@ -272,7 +280,7 @@ class AcceptanceTable(dict[Source, DrafterStats]):
             counts = profile.counts if profile.weights else None  # a family's figures are taken as they are
             stats = DrafterStats(tuning, profile.accepted, trust=profile.trust or None, counts=counts)
         else:
-            prior = tuning.ngram_prior[source.match] if source.drafter == "ngram" else tuning.default_prior
+            prior = tuning.copy_prior[source.match] if source.drafter in self.copying else tuning.default_prior
             stats = DrafterStats(tuning, prior, counts=no_counts)
         self[source] = stats
         return stats

@@ -17,6 +17,7 @@ from functools import partial
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import AcceptanceProfile, AcceptanceTable, DrafterStats, PositionStats, Source
 from .cost import CostTable, SequenceDraft
+from .ngram import NGRAM
 from .plan import (
     Candidate,
     ControllerState,
@@ -84,12 +85,16 @@ class Controller:
         drafters: tuple[str, ...],
         profiles: Mapping[str, AcceptanceProfile] | None = None,
         tuning: Tuning = Tuning(),
+        copying: frozenset[str] = frozenset({NGRAM}),
     ) -> None:
+        """copying: drafters that repeat earlier text. How often they are right depends on the length of the match, and
+        not on the target."""
         self.cost = cost
+        self.copying = copying
         self.drafters = drafters
         self.tuning = tuning
-        self.acceptance = AcceptanceTable(tuning, profiles or {}, lambda name: self.cost.free(name))
-        self.rater = PlanRater(cost=cost, acceptance=self.acceptance, drafters=drafters, tuning=tuning)
+        self.acceptance = AcceptanceTable(tuning, profiles or {}, lambda name: self.cost.free(name), copying=copying)
+        self.rater = PlanRater(cost=cost, acceptance=self.acceptance, drafters=drafters, copying=copying, tuning=tuning)
         self.warnings: list[str] = []  # each reported once, in the order of detection
         self.planned = False  # nothing is learnt before the first plan
         self._warned: set[tuple[str, str]] = set()  # (drafter, adapter) that do not fit
@@ -248,8 +253,7 @@ class Controller:
             state.step = plain
             state.planned = plan.k
             state.fixed = view.fixed
-            match = match_range(view.match_len) if plan.drafter == "ngram" else 0
-            state.source = Source(plan.drafter or "", match, view.adapter)
+            state.source = self.rater.source(view, plan.drafter or "")
             state.committed = True
             self._time += curve[min(plan.k, len(curve) - 1)] / batch
 
@@ -359,7 +363,7 @@ class Controller:
     def _warn_if_broken(self, source: Source, stats: DrafterStats) -> None:
         rate = stats.arm.good[0] / stats.arm.seen[0]
         key = (source.drafter, source.adapter)
-        if source.drafter == "ngram" or rate >= self.tuning.broken_below or key in self._warned:
+        if source.drafter in self.copying or rate >= self.tuning.broken_below or key in self._warned:
             return
         self._warned.add(key)
         target = f"this target with adapter {source.adapter!r}" if source.adapter else "this target"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+NGRAM = "ngram"  # the drafter's name
 SIZES = (5, 2)  # n-grams that are looked up, longest first; the last is the shortest match worth a draft
 TRIES = 8  # candidates of one size that are compared
 REACH = 64  # a match this long is long enough

@@ -41,11 +41,19 @@ class DraftOption(NamedTuple):
 
 class PlanRater:
     def __init__(
-        self, *, cost: CostTable, acceptance: AcceptanceTable, drafters: tuple[str, ...], tuning: Tuning
+        self,
+        *,
+        cost: CostTable,
+        acceptance: AcceptanceTable,
+        drafters: tuple[str, ...],
+        copying: frozenset[str],
+        tuning: Tuning,
     ) -> None:
+        """copying: drafters that repeat earlier text."""
         self.cost = cost
         self.acceptance = acceptance
         self.drafters = drafters
+        self.copying = copying
         self.tuning = tuning
 
     def rate(self, views: Sequence[DraftContext], context: int) -> Rated:
@@ -54,13 +62,17 @@ class PlanRater:
             return self._rate_one(views[0])
         return self._rate_batch(views, context)
 
+    def source(self, view: DraftContext, name: str) -> Source:
+        """The statistics that this drafter's drafts for a sequence belong to."""
+        match = match_range(view.match_len) if name in self.copying else 0
+        return Source(name, match, view.adapter)
+
     def offer(self, view: DraftContext, name: str) -> DraftOffer | None:
         """How many tokens this drafter may offer to a sequence, with its statistics; None: no tokens."""
         max_tokens = min(view.drafter_available.get(name, 0), MAX_DRAFT, view.remaining - 1)
         if max_tokens <= 0:
             return None
-        match = match_range(view.match_len) if name == "ngram" else 0
-        source = Source(name, match, view.adapter)
+        source = self.source(view, name)
         stats = self.acceptance[source]
         if stats.judged < 8 and not self.cost.free(name) and not stats.carded:
             max_tokens = min(max_tokens, 2 + stats.accepted)  # unproven: drafts grow as tokens are accepted
@@ -78,7 +90,7 @@ class PlanRater:
         second, the time that it adds."""
         name = plan.drafter
         tuning = self.tuning
-        if name is None or name == "ngram" or not self.acceptance[Source(name, 0, view.adapter)].calibrated:
+        if name is None or not self.acceptance[self.source(view, name)].calibrated:
             return plan
         k = max(2, self.cost.reach(name, batch, context=context, sure=tuning.sure))
         verify = self.cost.curve(None, batch, context)

@@ -14,7 +14,7 @@ class Tuning:
     default_prior: tuple[float, ...] = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j without a drafter's profile
     # The same for copies of earlier text, by the length of the match (`match_range`), a little below what answers of a
     # 135M model show: the longer a copy has lasted, the surer it goes on.
-    ngram_prior: tuple[tuple[float, ...], ...] = (
+    copy_prior: tuple[tuple[float, ...], ...] = (
         (0.45, 0.6, 0.7),
         (0.6, 0.72, 0.78),
         (0.75, 0.8, 0.85),
@@ -62,9 +62,9 @@ class Tuning:
     rival: float = 1.02  # minimum advantage of another drafter for a sequence of a batch
 
 
-MATCH_RANGES = (2, 4, 8, 20)  # the longest match of each row of `ngram_prior` but the last
+MATCH_RANGES = (2, 4, 8, 20)  # the longest match of each row of `copy_prior` but the last
 
 
 def match_range(length: int) -> int:
-    """The row of `ngram_prior` for a match of this length."""
+    """The row of `copy_prior` for a match of this length."""
     return bisect_left(MATCH_RANGES, length)

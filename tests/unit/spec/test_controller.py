@@ -53,6 +53,18 @@ def test_k_follows_the_price():
     assert 1 <= few <= 3 <= many <= 6
 
 
+def test_a_copying_drafter_is_rated_by_its_match_whatever_its_name():
+    tuning = Tuning()
+    for name, copying in (("suffix", frozenset({"suffix"})), ("suffix", frozenset())):
+        controller = Controller(copy(DEAR), (name,), copying=copying)
+        view_of_match = DraftContext("a", {name: 4}, 30, 100, 100)
+        offer = controller.rater.offer(view_of_match, name)
+        assert offer is not None
+        prior = tuning.copy_prior[offer.source.match] if copying else tuning.default_prior
+        assert offer.source.match == (len(tuning.copy_prior) - 1 if copying else 0)
+        assert offer.stats.prior[0] == prior[0]
+
+
 @pytest.mark.parametrize("remaining", [1, 2, 3, 9])
 def test_never_drafts_beyond_what_may_be_emitted(remaining):
     controller = Controller(copy(CHEAP), ("mtp", "ngram"), {"mtp": AcceptanceProfile("", (0.98,), (), 0)})
