@@ -8,13 +8,29 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Annotated
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from .answer import Answer, AnswerChoice, Delta, Json, ToolCall, Wire, arguments_of
 from .errors import ApiError, bad, bad_if
 from .output import loaded
-from .schema import ChatRequest, CompletionRequest, Lenient
+from .schema import (
+    CALLS_OF_ASSISTANT,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    CompletionRequest,
+    FunctionCall,
+    Lenient,
+    Message,
+    Role,
+    TextPart,
+    Tool,
+    ToolCallIn,
+    refuse,
+    sound_of,
+)
 from .spellings import OLLAMA
 
 VERSION = "0.14.2"  # the Ollama version whose routes these are: clients ask for it and refuse old ones
@@ -33,12 +49,21 @@ class OllamaCompletion(CompletionRequest):
     defaults = OLLAMA
 
 
+class OllamaToolCall(Lenient):
+    function: FunctionCall
+
+
 class OllamaMessage(Lenient):
-    role: str
+    role: Role
     content: str | None = None
-    tool_calls: list[dict[str, object]] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     images: list[str] | None = None
+
+    @model_validator(mode="after")
+    def fits_role(self) -> OllamaMessage:
+        refuse(self.tool_calls and self.role != "assistant", CALLS_OF_ASSISTANT)
+        return self
 
 
 class OllamaRequest(Lenient):
@@ -52,8 +77,8 @@ class OllamaRequest(Lenient):
 
 
 class ChatBody(OllamaRequest):
-    messages: list[OllamaMessage]
-    tools: list[dict[str, object]] | None = None
+    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class GenerateBody(OllamaRequest):
@@ -83,18 +108,18 @@ def untagged(name: str | None) -> str | None:
     return None if name is None else name.removesuffix(":latest")
 
 
-def with_media(text: str, files: list[str] | None) -> JsonValue:
+def with_media(text: str, files: list[str] | None) -> str | list[TextPart]:
     """A message's content. Files in Ollama's `images` are bare base64 and stand before the text; sound clips are among
     them."""
     if not files:
         return text
-    parts: list[JsonValue] = []
+    parts: list[TextPart] = []
     for file in files:
         if is_sound(file):
-            parts.append({"type": "input_audio", "input_audio": {"data": file}})
+            parts.append(TextPart.model_construct(type="input_audio", clip=sound_of(file)))
         else:
-            parts.append({"type": "image_url", "image_url": f"data:image;base64,{file}"})
-    return [*parts, {"type": "text", "text": text}]
+            parts.append(TextPart.model_construct(type="image_url", image=f"data:image;base64,{file}"))
+    return [*parts, TextPart.model_construct(type="text", text=text)]
 
 
 def is_sound(file: str) -> bool:
@@ -108,15 +133,24 @@ def is_sound(file: str) -> bool:
     return wave or mpeg or head[:4] in (b"fLaC", b"OggS") or head[:3] == b"ID3"
 
 
+def _message(index: int, message: OllamaMessage) -> Message:
+    """Its values were validated already, so the new message is built without validation."""
+    calls = [
+        ToolCallIn.model_construct(id=f"call_{index}_{i}", type="function", function=call.function)
+        for i, call in enumerate(message.tool_calls or [])
+    ]
+    return Message.model_construct(
+        role=message.role,
+        content=with_media(message.content or "", message.images),
+        tool_calls=calls or None,
+        tool_call_id="",
+        name=message.tool_name,
+    )
+
+
 def parse_chat(raw: bytes) -> ChatRequest:
     body = ChatBody.model_validate_json(raw)
-    messages: list[Json] = []
-    for i, m in enumerate(body.messages):
-        calls: list[Json] = []
-        for j, call in enumerate(m.tool_calls or []):
-            calls.append({"id": f"call_{i}_{j}", "type": "function", "function": call.get("function")})
-        said = {"role": m.role, "content": with_media(m.content or "", m.images), "tool_calls": calls or None}
-        messages.append({**said, "tool_call_id": "", "name": m.tool_name})
+    messages = [_message(i, message) for i, message in enumerate(body.messages)]
     return OllamaChat.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
 
 
@@ -132,8 +166,8 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
         return OllamaCompletion.model_validate(
             {"max_tokens": -1, **common, "prompt": body.prompt, "suffix": body.suffix}
         )
-    system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": with_media(body.prompt, body.images)}]
+    messages = [Message.model_construct(role="system", content=body.system)] if body.system else []
+    messages.append(Message.model_construct(role="user", content=with_media(body.prompt, body.images)))
     return OllamaChat.model_validate({**_common(body), "messages": messages})
 
 

@@ -30,6 +30,9 @@ TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"  # Anthropic's limit
 ToolName = Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]
 
 
+CALLS_OF_ASSISTANT = "only an assistant message may hold tool_calls"
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 MAX_KEYS = 512  # maximum keys of an object with fixed fields; more than there are fields
 
 
@@ -172,7 +175,7 @@ class Message(WithText):
 
     @model_validator(mode="after")
     def fits_role(self) -> Message:
-        refuse(self.tool_calls and self.role != "assistant", "only an assistant message may hold tool_calls")
+        refuse(self.tool_calls and self.role != "assistant", CALLS_OF_ASSISTANT)
         refuse(self.content is None and self.role not in ("assistant", "tool", "function"), "content is missing")
         if self.function_call is not None and not self.tool_calls:
             self.tool_calls = [ToolCallIn(id="call_0", function=self.function_call)]
@@ -374,14 +377,14 @@ class Common(Strict):
 
 
 class ChatRequest(Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Function], Field(max_length=128)] | None = None  # as it was before there were tools
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None  # as it was before there were tools
     function_call: Literal["none", "auto"] | Function | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None

@@ -15,7 +15,7 @@ from outrider.engine.text import Tokenizer
 from outrider.server import ollama
 from outrider.server.anthropic import AnthropicWire
 from outrider.server.dialect import in_turns, spell_out_tools
-from outrider.server.errors import ApiError
+from outrider.server.errors import ApiError, read
 from outrider.server.model_info import ServedModel
 from outrider.server.model_pool import ModelPool
 from outrider.server.prepare import Preparer
@@ -253,6 +253,21 @@ def test_the_request_then_the_model_then_the_protocol() -> None:
     request = ChatRequest(messages=MESSAGES, temperature=0, top_p=1, top_k=-1, min_p=0.1)
     assert sampled(plain, request) == sampled(advised, request) == (0.0, 1.0, 0, 0.1)
     assert sampled(advised, ChatRequest(messages=MESSAGES, temperature=1.5)) == (1.5, 0.95, 20, 0.0)
+
+
+def test_a_chat_of_ollamas_is_validated_once() -> None:
+    """An outer shape was checked first, then a chat request: the second's complaints came only after the first's."""
+    tool = {"type": "function", "function": {"name": "f", "odd": 1}}
+    body = {"messages": [{"role": 7, "content": "a"}], "tools": [tool]}
+    with pytest.raises(ApiError, match=r"Unknown or unsupported field: 'tools\[0\]\.function\.odd'"):
+        read(json.dumps(body).encode(), ollama.parse_chat)
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    said = {"role": "assistant", "content": "x", "images": ["aGVsbG8="], "tool_calls": [call]}
+    [message] = ollama.parse_chat(json.dumps({"messages": [said]}).encode()).messages
+    assert message.images == ["data:image;base64,aGVsbG8="] and message.text == "x"
+    assert message.tool_calls is not None and message.tool_calls[0].function.arguments == {"a": 1}
+    with pytest.raises(ApiError, match="only an assistant message may hold tool_calls"):
+        read(json.dumps({"messages": [{**said, "role": "user"}]}).encode(), ollama.parse_chat)
 
 
 ADVICE: list[tuple[dict[str, Any], dict[str, float]]] = [
