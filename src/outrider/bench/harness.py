@@ -119,9 +119,9 @@ class Cell:
             tokens = max(0, every_stats[0].new_tokens - every_stats[0].first_emitted)
         return Cell(
             *key,
-            category,
-            seconds,
-            tokens,
+            category=category,
+            seconds=seconds,
+            tokens=tokens,
             ttft_s=sorted(s.ttft_s for s in every_stats)[len(every_stats) // 2],
             digest=hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],
             cycles=sum(s.cycles for s in every_stats),

@@ -89,8 +89,14 @@ def forced(model: str, ops: Backend, quantize: str | None, kv_dtype: str = "auto
         n = min(64, rows - lo)
         if not store.reserve(seq, lo + n):
             raise OutriderError(f"no room in the cache for {lo + n} positions")
-        ends = torch.tensor([0, n], dtype=torch.int32)
-        view = store.view(slot, torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64), ends, n, lo + n)
+        view = store.view(
+            slot,
+            positions=torch.arange(lo, lo + n),
+            row_seq=torch.zeros(n, dtype=torch.int64),
+            row_start=torch.tensor([0, n], dtype=torch.int32),
+            max_rows=n,
+            max_context=lo + n,
+        )
         out.append(runner.logits(runner.forward(ids[lo : lo + n], view).hidden))
         store.commit(seq, lo + n)
     return torch.cat(out), ids

@@ -114,7 +114,8 @@ class PrefixStore:
                 self._queued += data.numel()
             try:
                 mask = sum(1 << self._names.index(name) for name in groups)
-                self._writer.submit(self._write, self._path(number, key), key, mask, data, done, used)
+                path = self._path(number, key)
+                self._writer.submit(self._write, path, key, groups=mask, data=data, done=done, used=used)
             except RuntimeError:  # the interpreter ends
                 self._waiting.clear()
 

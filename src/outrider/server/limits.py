@@ -247,7 +247,7 @@ class RequestGuard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self._settings.max_body, count=self._count)
+        exchange = Exchange(scope, receive, send, max_body=self._settings.max_body, count=self._count)
         exchange.cors = self._cross(exchange.headers)
         try:
             await self._answer(exchange)

@@ -184,7 +184,7 @@ class BlockModule(TrainNet):
         cell = line * most + torch.arange(len(rows), device=line.device) - first[line]
         # unused places draft from position 0
         anchor = at.new_zeros(size * most).index_copy(0, cell, at).view(size, most)
-        net = GroupedBlock(config, w, model.ops, model)
+        net = GroupedBlock(config, w, model.ops, target=model)
         streams = net.context([t.flatten(0, 1) for t in seen.taps])
 
         def token(j: int) -> Tensor:
@@ -192,7 +192,17 @@ class BlockModule(TrainNet):
             return batch.ids.gather(1, (anchor + j).clamp(max=length - 1)).reshape(-1)
 
         wide = batch.ids.shape[1] - batch.first
-        no_kv = KVView(1, (), (), {}, at, at, at, 0, 0)
+        no_kv = KVView(
+            page_size=1,
+            keys=(),
+            values=(),
+            tables={},
+            positions=at,
+            row_seq=at,
+            row_start=at,
+            max_rows=0,
+            max_context=0,
+        )
 
         def spread(h: Tensor) -> Tensor:  # [B·M, H] -> [B, Tq, H]
             return h.new_zeros((size * wide, h.shape[-1])).index_copy(0, rows, h[cell]).view(size, wide, -1)

@@ -307,7 +307,8 @@ class TrainRun:
         if not self.counts and not job.cuda:
             tokens = float(len(self.tasks(prompts)) * job.max_new)
             chosen = forecast.RunPlan.of(job, known.config, int(tokens + prompts.lengths.sum()))
-            costs = forecast.RunCosts.of(job, chosen, known.config, stored_size(known.files, known.config), tokens)
+            stored = stored_size(known.files, known.config)
+            costs = forecast.RunCosts.of(job, chosen, known.config, stored=stored, tokens=tokens)
             if job.minutes is not None:
                 share = min(1.0, self.answer_seconds / self.budget.seconds)
                 prediction = forecast.Forecast.of(costs, self.budget.left, share)

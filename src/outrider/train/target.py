@@ -97,7 +97,8 @@ def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, max_tokens: in
             rows.append(np.array(ids))
             index.append(i)
     require(bool(rows), f"none of the {len(prompts)} prompts fits {max_tokens} tokens (max_prompt in a recipe)")
-    return Sequences.of(rows, [len(r) for r in rows], index, [False] * len(rows), vocab)
+    lengths = [len(row) for row in rows]
+    return Sequences.of(rows, prompts=lengths, index=index, greedy=[False] * len(rows), vocab=vocab)
 
 
 # ---- capture ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ def resolve(name: str | Path | Files, kind: Kind = "model", weights: bool = True
         return Files(name, path, dict(BUILTIN_CONFIGS[name]))
     named = repos.parse(name)
     if named is not None:
-        return _from_hub(*named, name, kind, weights)
+        repo, quant = named
+        return _from_hub(repo, quant, name=name, kind=kind, weights=weights)
     kinds = "a folder, a .gguf file, a Hugging Face id (org/name, org/name:Q4_K_M) or smollm2"
     raise OutriderError(f"{name!r:.120} does not exist{_meant(path)}: give {kinds}")
 

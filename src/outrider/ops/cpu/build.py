@@ -231,7 +231,7 @@ def compile_to(target: Path, isa: str, progress: Progress | None = None) -> None
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
             objects = {name: Path(scratch, f"{name}.o") for name in UNITS}
             library = f"{scratch}/kernels.so"
-            compilations, link = _commands(cc, isa, objects, library)
+            compilations, link = _commands(cc, isa, objects=objects, library=library)
             with progress(isa, objects) if progress is not None else nullcontext():
                 _run(compilations, scratch)
                 _run([link], scratch)

@@ -237,7 +237,7 @@ def repack(weight: Weight) -> QuantWeight | None:
 
 
 def _group_within_chunks(grid: Grid, layout: ChunkLayout) -> Grid:
-    """The same grid with no group wider than a chunk. Whole rows with a zero point get a group per chunk."""
+    """The grid with no group wider than a chunk. Whole rows with a zero point get a group per chunk."""
     columns = layout.columns
     if grid.group == 0 and grid.zero_point is not None:
         scale = grid.scale.expand(-1, layout.chunks)
@@ -251,7 +251,7 @@ def _group_within_chunks(grid: Grid, layout: ChunkLayout) -> Grid:
 
 
 def _scale_within_float16(grid: Grid) -> Grid:
-    """The same grid with float32 scales divided by the largest of their row, so that float16 holds them well."""
+    """The grid with float32 scales divided by the largest of their row, so that float16 holds them well."""
     if grid.scale.dtype != torch.float32:
         return grid
     largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
