@@ -47,8 +47,8 @@ class PrefillKey:
 
 
 class PrefillGraphs:
-    def __init__(self, runner: ModelRunner, most: int, pack: int, pool: GraphPool):
-        """most: rows of the largest captured pass (`max_prefill_rows`); 0: no captures. pack: rows of several chunks in
+    def __init__(self, runner: ModelRunner, max_rows: int, pack: int, pool: GraphPool):
+        """max_rows: of the largest captured pass (`max_prefill_rows`); 0: no captures. pack: rows of several chunks in
         one pass (`max_packed_rows`); 0: as many as are independent."""
         self.runner = runner
         self.device = runner.device
@@ -56,12 +56,12 @@ class PrefillGraphs:
         self.idle = runner.store.spec.slots  # the table row that is all scratch page
         table = next(iter(runner.store.tables.values()))
         page = runner.store.spec.page_size
-        self.most = most
+        self.max_rows = max_rows
         self.pack = pack
         self.furthest = table.shape[1] * page  # positions that a table can hold
         self.fixed = False  # requests are being served: no further captures
         self.ran = 0  # rows so far, with padding
-        count = size(CAPTURED_ROWS[-1], CAPTURED_SEQUENCES[-1]) if most else 0
+        count = size(CAPTURED_ROWS[-1], CAPTURED_SEQUENCES[-1]) if max_rows else 0
         self._numbers = torch.zeros(count, dtype=torch.int64, device=self.device)
 
     def run(self, chunks: PromptChunks) -> None:
@@ -83,7 +83,7 @@ class PrefillGraphs:
         wanted = any(chunk.wanted for chunk in chunks)
         if any(chunk.seq.adapter is not None for chunk in chunks):
             return None
-        if not self.fixed and count <= self.most and len(chunks) <= CAPTURED_SEQUENCES[-1]:
+        if not self.fixed and count <= self.max_rows and len(chunks) <= CAPTURED_SEQUENCES[-1]:
             rows = next(n for n in CAPTURED_ROWS if n >= count)
             sequences = next(n for n in CAPTURED_SEQUENCES if n >= len(chunks))
             context = NEAR_PREFILL if end <= NEAR_PREFILL < self.furthest else self.furthest
@@ -102,10 +102,13 @@ class PrefillGraphs:
         if not isinstance(graph, str):
             self.cache.graphs[key] = graph
             return graph
-        if key.rows <= self.most:
-            self.most = max((n for n in CAPTURED_ROWS if n < key.rows), default=0)
+        if key.rows <= self.max_rows:
+            self.max_rows = max((n for n in CAPTURED_ROWS if n < key.rows), default=0)
             log.warning(
-                "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, graph
+                "prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)",
+                self.max_rows,
+                key,
+                graph,
             )
         return None
 
@@ -113,7 +116,7 @@ class PrefillGraphs:
         """The passes to capture before the first request, the largest first; `served` is False: those of few prompts,
         which end where a drafter starts."""
         ends = (False, True) if self.runner.drafter is not None else (False,)
-        keys = warmup_keys(self.most, self.furthest, ends)
+        keys = warmup_keys(self.max_rows, self.furthest, ends)
         if served:
             return keys
         return [key for key in keys if key.sequences == CAPTURED_SEQUENCES[0] and key.wanted == ends[-1]]
@@ -171,12 +174,12 @@ def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
     runner.features.index_copy_(0, ends, runner.forward(ids, kv, OutputRows(last, seen), following=after))
 
 
-def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
-    """A server's passes, the largest first: up to `most` rows and `furthest` positions, with last states by `ends`."""
+def warmup_keys(max_rows: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
+    """A server's passes, the largest first: up to this many rows and `furthest` positions, last states by `ends`."""
     few, many = CAPTURED_SEQUENCES
-    rows = [n for n in WARMUP_ROWS if n <= most]
+    rows = [n for n in WARMUP_ROWS if n <= max_rows]
     shapes = {(n, few, furthest) for n in rows}
-    shapes |= {(n, few, min(NEAR_PREFILL, furthest)) for n in NEAR_WARMUP_ROWS if n <= most}
+    shapes |= {(n, few, min(NEAR_PREFILL, furthest)) for n in NEAR_WARMUP_ROWS if n <= max_rows}
     if rows:
         shapes |= {(min(n, rows[-1]), many, min(CROWDED_CONTEXT, furthest)) for n in CROWDED_WARMUP_ROWS}
     keys: list[PrefillKey] = []

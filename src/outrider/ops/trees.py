@@ -85,7 +85,7 @@ class TreeRows:
     def of(trees: Sequence[DraftTree], tokens: Tensor) -> TreeRows:
         """tokens: those of the trees, as a grid."""
         paths = [path for tree in trees for path in tree.ancestors]
-        wide = max(len(path) for path in paths)
+        max_length = max(len(path) for path in paths)
         parents: list[int] = []
         for tree in trees:
             first = len(parents)
@@ -94,7 +94,7 @@ class TreeRows:
         return TreeRows(
             tokens,
             as_tensor([len(path) - 1 for path in paths]),
-            as_tensor([path + [path[-1]] * (wide - len(path)) for path in paths], dtype=torch.int32),
+            as_tensor([path + [path[-1]] * (max_length - len(path)) for path in paths], dtype=torch.int32),
             parent_rows=as_tensor(parents),
         )
 
@@ -113,7 +113,7 @@ class TreeOps:
         (None: 0..N-1), to `nodes`; the likeliest of them are the next frontier. A child's probability is its parent's
         times its own under the (noisy) logits."""
         batch = front.node.shape[0]
-        wide = WIDTH * BRANCH
+        num_children = WIDTH * BRANCH
         first = level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:
@@ -122,10 +122,10 @@ class TreeOps:
             z = torch.where(sampled, z / heat + gumbel(seed, position, tokens), z)
         best = z.topk(BRANCH, dim=-1).indices  # [B·W, BRANCH]
         sure = z.softmax(-1).gather(1, best).nan_to_num(0.0).view(batch, WIDTH, BRANCH)
-        tokens = (best if ids is None else ids.gather(1, best)).view(batch, wide)
-        chance = (front.chance[:, :, None] * sure).view(batch, wide)
-        chain = (front.chain[:, :, None] * (torch.arange(BRANCH, device=z.device) == 0)).view(batch, wide)
-        here = slice(first, first + wide)
+        tokens = (best if ids is None else ids.gather(1, best)).view(batch, num_children)
+        chance = (front.chance[:, :, None] * sure).view(batch, num_children)
+        chain = (front.chain[:, :, None] * (torch.arange(BRANCH, device=z.device) == 0)).view(batch, num_children)
+        here = slice(first, first + num_children)
         nodes.tokens[:, here] = tokens
         nodes.chance[:, here] = chance
         nodes.chain[:, here] = chain

@@ -51,11 +51,11 @@ SECURITY_HEADERS = (
 
 
 class Admission:
-    """Limits the sequences in flight: at most `most`, and for one client its share of them while it has some."""
+    """Limits the sequences in flight, of all clients, and of one client to its share of them while it has some."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.most = settings.max_concurrent + settings.max_queued
-        self.share = self.most - self.most // 8  # so that one client alone never shuts out the others
+        self.max_sequences = settings.max_concurrent + settings.max_queued
+        self.share = self.max_sequences - self.max_sequences // 8  # so that one client alone never shuts out the others
         self.in_flight = 0
         self.closing = False
         self._of: dict[str, int] = {}
@@ -66,14 +66,14 @@ class Admission:
         num_own = self._of.get(client, 0)
         if self.closing:
             raise shutting_down()
-        if sequences > self.most:
-            raise bad(f"This call asks for {sequences} answers at once; the server takes {self.most}.", "n")
-        if self.in_flight + sequences > self.most:
-            message = f"The server is full ({self.in_flight} of {self.most} sequences in flight)."
-            wait = self._estimate.until_free(self.in_flight + sequences - self.most)
+        if sequences > self.max_sequences:
+            raise bad(f"This call asks for {sequences} answers at once; the server takes {self.max_sequences}.", "n")
+        if self.in_flight + sequences > self.max_sequences:
+            message = f"The server is full ({self.in_flight} of {self.max_sequences} sequences in flight)."
+            wait = self._estimate.until_free(self.in_flight + sequences - self.max_sequences)
             raise ApiError(429, message, retry_after=wait, code="server_full")
         if num_own > 0 and num_own + sequences > self.share:
-            count = f"This client has {num_own} of the server's {self.most} sequences in flight"
+            count = f"This client has {num_own} of the server's {self.max_sequences} sequences in flight"
             # others' places don't help it
             wait = self._estimate.until_free((num_own + sequences - self.share) * self.in_flight // num_own)
             raise ApiError(429, f"{count}; {self.share} are its share.", retry_after=wait, code="client_full")

@@ -47,7 +47,7 @@ class Connections:
     def __init__(self, settings: ServerSettings, standing: Standing) -> None:
         self.settings = settings
         self.standing = standing
-        self.most = cap(settings.max_connections)
+        self.max_connections = cap(settings.max_connections)
         # for their client, the longest first: for something it sends, and for it to read
         self.waiting: dict[BoundedProtocol, None] = {}
         self.unread: dict[BoundedProtocol, None] = {}
@@ -97,7 +97,7 @@ class BoundedProtocol(H11Protocol):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             transport.set_write_buffer_limits(WRITE_BUFFER)
         shared.open.add(self)
-        if len(shared.open) > shared.most:
+        if len(shared.open) > shared.max_connections:
             replaced = shared.to_replace(self)
             if replaced is None:
                 self._end(503, "Too many connections; try again in a moment.")

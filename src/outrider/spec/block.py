@@ -69,14 +69,14 @@ class BlockDrafter(Drafter):
     # ---- drafting -------------------------------------------------------------------------------------------------
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """If the confidence is not needed (`DraftBatch.plans`), no value is read, so a captured step can call it."""
-        wide = min(k, self.max_tokens)
+        num_tokens = min(k, self.max_tokens)
         heads: list[Tensor] = []  # outputs of the confidence head, by step
         if batch.branches and self.one_pass:
-            return build_tree(batch, wide, self._by_slot(batch, wide, heads), heads=heads)
+            return build_tree(batch, num_tokens, self._by_slot(batch, num_tokens, heads), heads=heads)
         if batch.plans is None:
-            draft = self._drafted(batch, wide)
+            draft = self._drafted(batch, num_tokens)
         else:
-            draft = confident_round(batch, wide, self._score(batch, wide, heads), heads=heads)
+            draft = confident_round(batch, num_tokens, self._score(batch, num_tokens, heads), heads=heads)
         return draft if draft.tokens.shape[1] == k else padded(draft, k)
 
     def max_nodes(self, depth: int) -> int:
@@ -92,20 +92,21 @@ class BlockDrafter(Drafter):
 
         return build_fixed_tree(batch, depth, nodes, score=score)
 
-    def _drafted(self, batch: DraftBatch, wide: int) -> Draft:
+    def _drafted(self, batch: DraftBatch, num_tokens: int) -> Draft:
         """All tokens of a draft; independent ones are chosen at once."""
         if self.config.kind in ("eagle3", "dflash2") or self.config.markov_rank:
-            return draft_round(batch, wide, self._score(batch, wide, None))
+            return draft_round(batch, num_tokens, self._score(batch, num_tokens, None))
         size = batch.last.shape[0]
         sampling = batch.sampling
         device = batch.last.device
-        hidden = self._slots(batch, wide)
-        ids, z = self._named(self.block.logits(hidden.reshape(size * wide, -1)))
+        hidden = self._slots(batch, num_tokens)
+        ids, z = self._named(self.block.logits(hidden.reshape(size * num_tokens, -1)))
         if sampling.any_sampled:
-            sampling = sampling.select(torch.arange(size, device=device).repeat_interleave(wide))
-        at = (batch.position[:, None] + torch.arange(1, wide + 1, device=device)).reshape(-1)
+            sampling = sampling.select(torch.arange(size, device=device).repeat_interleave(num_tokens))
+        at = (batch.position[:, None] + torch.arange(1, num_tokens + 1, device=device)).reshape(-1)
         return Draft(
-            sampling.guess(z, at, batch.ops, token_ids=ids).view(size, wide), torch.full_like(batch.position, wide)
+            sampling.guess(z, at, batch.ops, token_ids=ids).view(size, num_tokens),
+            torch.full_like(batch.position, num_tokens),
         )
 
     def _named(self, z: Tensor, columns: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
@@ -115,34 +116,34 @@ class BlockDrafter(Drafter):
             return columns if ids is None else ids[columns], z
         return None if ids is None else ids.expand(z.shape[0], -1), z
 
-    def _slots(self, batch: DraftBatch, wide: int) -> Tensor:
+    def _slots(self, batch: DraftBatch, num_tokens: int) -> Tensor:
         """One pass over the block: the head's inputs at the predicting slots [B, K, H], without unseen ones."""
         config = self.config
         size = batch.last.shape[0]
         before = 0 if self.config.from_anchor else 1
-        count = wide + before if all(config.causal) else config.block
+        count = num_tokens + before if all(config.causal) else config.block
         masks = batch.last.new_full((size, count - 1), config.mask_id)
         ids = torch.cat((batch.last[:, None], masks), 1)
-        return self.block.backbone(ids, batch.kv, batch.position)[:, before : before + wide]
+        return self.block.backbone(ids, batch.kv, batch.position)[:, before : before + num_tokens]
 
-    def _score(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> Score:
+    def _score(self, batch: DraftBatch, num_tokens: int, sure: list[Tensor] | None) -> Score:
         """sure: receives the confidence head's output of each step; None: not needed."""
         if self.config.kind == "eagle3":
-            return self._by_step(batch, wide)
-        step = self._by_slot(batch, wide, sure)
+            return self._by_step(batch, num_tokens)
+        step = self._by_slot(batch, num_tokens, sure)
 
         def score(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
             return step(j, ALL_SEQUENCES, token, ALL_SEQUENCES)
 
         return score
 
-    def _by_slot(self, batch: DraftBatch, wide: int, sure: list[Tensor] | None) -> SlotStep:
+    def _by_slot(self, batch: DraftBatch, num_tokens: int, sure: list[Tensor] | None) -> SlotStep:
         """Slots are read from left to right; in a tree, after several tokens at once."""
         block = self.block
         config = self.config
         size = batch.last.shape[0]
-        hidden = self._slots(batch, wide)
-        base = block.logits(hidden.reshape(size * wide, -1)).view(size, wide, -1)
+        hidden = self._slots(batch, num_tokens)
+        base = block.logits(hidden.reshape(size * num_tokens, -1)).view(size, num_tokens, -1)
         best = base.topk(config.selector_top, dim=-1) if config.kind == "dflash2" else None
         state: Tensor | None = None
 
@@ -163,12 +164,12 @@ class BlockDrafter(Drafter):
 
         return step
 
-    def _by_step(self, batch: DraftBatch, wide: int) -> Score:
+    def _by_step(self, batch: DraftBatch, num_tokens: int) -> Score:
         """EAGLE-3: each step feeds its output back. The first starts from the last committed row, computed again."""
         block = self.block
         hidden = self.block.target.config.hidden
         feature = block.context(batch.features[:, hidden:].split(hidden, -1))
-        block_rows = block.rows(block.layers[0], feature, batch.position - 1, count=wide)
+        block_rows = block.rows(block.layers[0], feature, batch.position - 1, count=num_tokens)
 
         def step(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
             nonlocal feature

@@ -86,13 +86,13 @@ class NgramIndex:
         """How many tokens up to and including `at` equal the end of the text; the last `known` are known to."""
         tokens = self.tokens
         end = len(self.tokens) - 1
-        most = min(at + 1, REACH)
+        max_length = min(at + 1, REACH)
         length = known
-        while length + COMPARED <= most and (
+        while length + COMPARED <= max_length and (
             tokens[at - length - COMPARED + 1 : at - length + 1]
             == tokens[end - length - COMPARED + 1 : end - length + 1]
         ):
             length += COMPARED
-        while length < most and tokens[at - length] == tokens[end - length]:
+        while length < max_length and tokens[at - length] == tokens[end - length]:
             length += 1
         return length

@@ -106,9 +106,9 @@ class SlotSampling:
     def _grow(self, asks: SamplingFeatures) -> None:
         if asks.penalties and self.penalties is None:
             zeros = partial(torch.zeros, device=self.device)
-            wide = (self.slots, self.vocab)
+            shape = (self.slots, self.vocab)
             rates = (zeros(self.slots) + 1.0, zeros(self.slots), zeros(self.slots))
-            self.penalties = Penalties(*rates, zeros(wide, dtype=torch.bool), zeros(wide, dtype=torch.int32))
+            self.penalties = Penalties(*rates, zeros(shape, dtype=torch.bool), zeros(shape, dtype=torch.int32))
             self.version += 1
         more = asks.bias - self.bias.ids.shape[1]
         if more > 0:
@@ -119,9 +119,9 @@ class SlotSampling:
             self.stops = _widened(self.stops, more)
             self.version = self.version + 1
         old = self.words
-        most, reach = self.words.prefix.shape[1:]
-        if asks.words > most or asks.reach > reach:
-            more = max(0, asks.words - most)
+        max_words, reach = self.words.prefix.shape[1:]
+        if asks.words > max_words or asks.reach > reach:
+            more = max(0, asks.words - max_words)
             far = max(0, asks.reach - reach)
             # words are right-aligned: shorter ones ignore the columns further left
             prefix = F.pad(old.prefix, (far, 0, 0, more), value=ANY)
@@ -172,9 +172,9 @@ class SlotSampling:
                 put(sparse.ids, [[*some.keys(), *[0] * (width - len(some))] for some in pairs])
                 put(sparse.values, [[*some.values(), *[0.0] * (width - len(some))] for some in pairs])
         words = self.words
-        most, reach = self.words.prefix.shape[1:]
-        if most:
-            tables = zip(*(_word_row(row, most, reach) for row in rows))
+        max_words, reach = self.words.prefix.shape[1:]
+        if max_words > 0:
+            tables = zip(*(_word_row(row, max_words, reach) for row in rows))
             for table, values in zip((words.prefix, words.last, words.real, words.tail), tables):
                 put(table, values)
 
@@ -244,10 +244,10 @@ def _top_k(p: SamplingParams, vocab: int) -> int:
     return p.top_k if 0 < p.top_k < vocab else OFF
 
 
-def _word_row(row: Joining, most: int, width: int) -> tuple[Sequence[object], ...]:
-    """A row of each table of a `BadWords` that has `most` words of up to `width` tokens before the last."""
+def _word_row(row: Joining, max_words: int, width: int) -> tuple[Sequence[object], ...]:
+    """A row of each table of a `BadWords` that has `max_words` words of up to `width` tokens before the last."""
     words = row.params.bad_words
-    gap = most - len(row.params.bad_words)
+    gap = max_words - len(row.params.bad_words)
     line = [*row.prompt[-width:], *row.output[-width:]][-width:]
     return (
         [[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap,

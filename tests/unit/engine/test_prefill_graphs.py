@@ -136,7 +136,7 @@ def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> No
     passed = captured(engine)
     launched = list[int]()
     launch = engine.runner.run
-    passed.most = 256
+    passed.max_rows = 256
     passed.furthest = 512
     passed.prepare()
     assert {(key.rows, key.sequences) for key in passed.cache.graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
@@ -172,7 +172,7 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
     monkeypatch.setattr(passed, "_write_inputs", lambda scheduled, key: None)
     passed.cache.device = Pretended()  # type: ignore[assignment]
     passed.prepare()
-    assert passed.most == 640 and {key.rows for key in passed.cache.graphs} == {64, 128, 256, 512}
+    assert passed.max_rows == 640 and {key.rows for key in passed.cache.graphs} == {64, 128, 256, 512}
     said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
     assert len(said) == len([n for n in WARMUP_ROWS if n > 512]) and "and so on" not in caplog.text, (
         "a line for each number of rows"
@@ -183,7 +183,7 @@ def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
     )
     smallest = PrefillKey(CAPTURED_ROWS[0], 8, 512, False)
     monkeypatch.setattr(capture, "Graph", lambda *_: 1 / 0)
-    assert not passed.capture(smallest) and passed.most == 0
+    assert not passed.capture(smallest) and passed.max_rows == 0
 
 
 def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
@@ -256,6 +256,6 @@ def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None
 def test_only_rows_that_are_independent_are_filled_up() -> None:
     """On a backend that promises nothing, a pass has the rows that were requested."""
     engine = tiny_engine("llama", graphs=True)
-    assert captured(engine).most == 0
+    assert captured(engine).max_rows == 0
     run(engine, [request("a", [3, 4, 5, 6], max_tokens=2)])
     assert not captured(engine).cache.graphs
