@@ -208,9 +208,10 @@ def repack(weight: Weight) -> QuantWeight | None:
     per = grid.group // layout.plane
     scale = None
     zero_point = None
+    factor = grid.factor
     half = False
     if per == 0:  # the scale of a whole row
-        factor = grid.scale.float() if grid.factor is None else grid.factor * grid.scale.float()
+        factor = grid.scale.float() if factor is None else factor * grid.scale.float()
     else:
         half = grid.scale.dtype != torch.bfloat16
         grid = _scale_within_float16(grid)
