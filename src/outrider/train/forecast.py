@@ -320,12 +320,12 @@ def check(costs: RunCosts, minutes: float, spent: float, share: float = CPU_ANSW
     allowed = f"{here.answered:.0f} tokens of answers and {here.steps} steps (one takes {costs.step:.2g} s here)"
     if here.enough:
         return f"in {minutes:g} minutes about {allowed}"
-    less = f"a drafter learns nothing from less than {min(costs.tokens, FEWEST_TOKENS):.0f} and {FEWEST_STEPS}"
+    needed = f"a drafter needs at least {min(costs.tokens, FEWEST_TOKENS):.0f} tokens and {FEWEST_STEPS} steps"
     advice = f"try --minutes {least_minutes(costs, spent, share):g}"
     if Forecast.of(costs.idle, seconds, share).enough:
         busy = f"other processes use {1 - costs.share:.0%} of this machine"
         advice = f"{busy}: {advice}, or the same command when they have ended"
-    raise OutriderError(f"--minutes {minutes:g} is too short here: about {allowed}, and {less}; {advice}")
+    raise OutriderError(f"--minutes {minutes:g} is too short here: it allows about {allowed}; {needed}; {advice}")
 
 
 def least_minutes(costs: RunCosts, spent: float, share: float = CPU_ANSWER_SHARE) -> float:

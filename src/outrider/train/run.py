@@ -317,7 +317,8 @@ class TrainRun:
             else:
                 minutes = (costs.without_steps(tokens) + job.steps * costs.step) / 60
                 advice = "--minutes N ends it in time, Ctrl-C saves it at any moment"
-                self.say(f"this will take about {minutes:.0f} minutes here; {advice}")
+                duration = f"{minutes:.0f} minutes" if minutes >= 1.5 else "a minute"
+                self.say(f"this will take about {duration} here; {advice}")
         self.counts = True
 
     # ---- the drafter -----------------------------------------------------------------------------------------------

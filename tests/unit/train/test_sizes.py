@@ -176,7 +176,8 @@ def test_a_run_that_a_load_makes_too_short_is_refused_with_both_ways_out() -> No
     )
     with pytest.raises(OutriderError, match=f"too short here.*{ways}$"):
         check(busy, minutes, 0.0)
-    with pytest.raises(OutriderError, match=f"too short here.*; try --minutes {longer:g}$"):
+    needed = rf"a drafter needs at least \d+ tokens and {FEWEST_STEPS} steps"
+    with pytest.raises(OutriderError, match=f"too short here.*; {needed}; try --minutes {longer:g}$"):
         check(busy, minutes / 3, 0.0)
     assert check(busy, longer, 0.0).startswith(f"in {longer:g} minutes about")
 
