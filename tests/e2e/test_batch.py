@@ -39,7 +39,7 @@ def test_killed_twice_each_line_once(tmp_path: Path) -> None:
             )
     environment = os.environ | {
         "OUTRIDER_CACHE": str(put_kernels(tmp_path / "cache")),
-        "PYTHONPATH": "src",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
     }
 

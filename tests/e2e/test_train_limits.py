@@ -67,7 +67,7 @@ def endless(target: Path, data: Path, out: Path, *more: str, **keys: object) -> 
 
 def interrupted(command: list[str], number: int, ready: Path, beyond: int = 0) -> subprocess.CompletedProcess[str]:
     """The command, sent the signal once the file `ready` has more than so many bytes."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until(lambda: process.poll() is not None or (ready.exists() and ready.stat().st_size > beyond))

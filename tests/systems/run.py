@@ -27,6 +27,11 @@ SUITES = (
     "tests/unit/bench",
     "tests/e2e/test_cli.py",
     "tests/e2e/test_server.py",
+    "tests/e2e/test_server_options.py",
+    "tests/e2e/test_server_engine.py",
+    "tests/e2e/test_server_exact.py",
+    "tests/e2e/test_server_prompts.py",
+    "tests/e2e/test_server_routes.py",
 )
 # parts of a test's name, and why it is left out
 NOT_HIDDEN = {"free_memory_is_known": "it asks the system itself, which is Linux"}
