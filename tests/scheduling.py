@@ -12,6 +12,7 @@ from outrider.engine.step import StepBatch
 class Counted:
     slot: int
     held: int = 0
+    room: int = 0  # every reservation is counted
 
 
 class CountingCache:

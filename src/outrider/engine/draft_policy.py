@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..ops.backend import Capabilities
     from ..spec.drafter import Drafter
 
+PLAIN = {0}  # requested K of a batch without drafts
+
 
 @dataclass
 class DraftPolicy:
@@ -62,26 +64,27 @@ class DraftPolicy:
     def choose(self, ready: list[Sequence]) -> tuple[list[DraftPlan], CyclePlan | None]:
         """Drafter and K of each decoding sequence: the requested K, else the controller's, with its proposal, which
         `commit` books if the step runs. Nothing changes a K after this."""
+        requested = {seq.draft_tokens for seq in ready}
+        if requested == PLAIN or not self.controller.drafters:
+            return [NO_DRAFT] * len(ready), None
         widest = self.can.widest(len(ready), self.graphs)
-        if self.controller.drafters and any([seq.draft_tokens is None for seq in ready]):
-            return self._choose(ready, widest)
-        return [self._fixed(seq, widest) if seq.draft_tokens else NO_DRAFT for seq in ready], None
+        if None not in requested:
+            return [self._fixed(seq, widest) if seq.draft_tokens else NO_DRAFT for seq in ready], None
+        plans, cycle = self._controlled(ready, widest)
+        if len(requested) > 1:
+            plans = [plan if seq.draft_tokens is None else self._fixed(seq, widest) for plan, seq in zip(plans, ready)]
+        return plans, cycle
 
-    def commit(self, cycle: CyclePlan) -> None:
-        self.controller.commit(cycle)
-
-    def _choose(self, ready: list[Sequence], widest: int) -> tuple[list[DraftPlan], CyclePlan]:
+    def _controlled(self, ready: list[Sequence], widest: int) -> tuple[list[DraftPlan], CyclePlan]:
+        """The controller's plans and its proposal: the last one while it is valid, as far as it is still possible."""
         index = ready[0].ngram if len(ready) == 1 else None
         match_len = index.match() if index is not None else 0
         earlier = self.controller.reuse([seq.controller_state for seq in ready], match_len)
         if earlier is not None:
-            cycle = CyclePlan(earlier, reused=True)
             plans = [self._shortened(plan, seq, widest) for plan, seq in zip(earlier, ready)]
-        else:
-            cycle = self.controller.propose([self._context(seq, widest) for seq in ready])
-            plans = cycle.plans
-        chosen = [plan if seq.draft_tokens is None else self._fixed(seq, widest) for plan, seq in zip(plans, ready)]
-        return chosen, cycle
+            return plans, CyclePlan(earlier, reused=True)
+        cycle = self.controller.propose([self._context(seq, widest) for seq in ready])
+        return cycle.plans, cycle
 
     def host_draft(self, seq: Sequence, plan: DraftPlan) -> abc.Sequence[int] | None:
         """The tokens that the host proposes, and as many more as a step in flight may add; None: a network drafts."""
@@ -91,8 +94,6 @@ class DraftPolicy:
 
     def positions(self, plan: DraftPlan) -> int:
         """Positions from the newest token on that a draft needs pages for."""
-        if plan.k == 0:
-            return 0
         return max(plan.max_drafted, self.block_rows.get(plan.drafter, 0) - 1)
 
     def _shortened(self, plan: DraftPlan, seq: Sequence, widest: int) -> DraftPlan:
@@ -141,11 +142,26 @@ class DraftPolicy:
         )
 
     def trust(self, scheduled: DecodeRows) -> dict[str, abc.Sequence[float]]:
-        """Acceptance by each drafter's confidence; if the sequences share an adapter, with that adapter."""
-        adapters = {adapter_of(item.seq) for item in scheduled}
-        adapter = adapters.pop() if len(adapters) == 1 else ""
-        names = {item.plan.drafter for item in scheduled if item.plan.drafter}
-        return {name: self.controller.trust(name, adapter) for name in names}
+        """Acceptance by each drafter's confidence, if some draft may end itself: with the adapter that all of them use,
+        else with the base model."""
+        # one loop: between two passes over the weights every function call runs on cold caches
+        drafters: set[str] = set()
+        adapters: set[str] = set()
+        may_end = False
+        for row in scheduled:
+            plan = row.plan
+            adapter = row.seq.adapter
+            adapters.add(adapter.name if adapter is not None else "")
+            if plan.drafter is not None:
+                drafters.add(plan.drafter)
+                may_end = may_end or plan.stop != 0.0 or plan.drop != 0.0
+        if not may_end:
+            return {}
+        shared = adapters.pop() if len(adapters) == 1 else ""
+        trust: dict[str, abc.Sequence[float]] = {}
+        for drafter in drafters:
+            trust[drafter] = self.controller.trust(drafter, shared)
+        return trust
 
     def _fixed(self, seq: Sequence, widest: int) -> DraftPlan:
         max_k = min(seq.draft_tokens or 0, self._max_draft_len(seq, widest))

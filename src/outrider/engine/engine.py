@@ -364,7 +364,8 @@ class Engine:
         if self.store.disk is not None:
             self.store.disk.drain()
         step_plan = self.scheduler.schedule()
-        self.timer.begin()
+        if step_plan.batch.prompts:
+            self.timer.begin_prompts()
         executor, plan = pick(self.executors, step_plan.batch)
         if previous is not None and not executor.async_results:
             # planned before the previous step was read: discard the plan, the next call schedules again
@@ -374,7 +375,7 @@ class Engine:
         launched = self._launch(executor, plan)
         if previous is not None:
             self.meanwhile()
-        self._complete(previous)
+            self._complete(previous)
         if executor.async_results:
             return launched
         self._complete(launched)
@@ -428,9 +429,11 @@ class Engine:
         accepted = len(tokens) - 1
         tree = None
         confidence = None
+        drafts = None
         if row.plan.k > 0:
-            tree = tree_of(outputs, i)
+            tree = tree_of(outputs, i) if row.plan.nodes > 0 else None
             confidence = confidence_of(outputs, i)
+            drafts = draft_of(outputs, i)
         output = seq.answer.take(tokens, min(seq.max_total_tokens, self.max_context) - len(seq.tokens))
         emitted = len(output.texts)
         if seq.first_token_at is None:
@@ -461,7 +464,6 @@ class Engine:
         seq.has_features = True
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
-        drafts = draft_of(outputs, i)
         event = Event(seq.id, tokens, kinds[:emitted], texts=output.texts, logprobs=logprobs, tree=tree, drafts=drafts)
         if output.finish is not None:
             event.error = output.error

@@ -15,13 +15,14 @@ import torch
 
 from ..ops.backend import DraftResult
 from ..ops.decode_io import UNKNOWN, DecodeOutputs, Proposer
+from ..ops.lowrank import Adapter
 from ..spec.choose import SamplingBatch
 from ..spec.plan import VERIFY, CostPart
 from ..spec.slot_sampling import sampling_batch
 from ..types import SamplingParams
 from .drafting import Drafting
 from .model_runner import ModelRunner
-from .step import DecodeRow, DecodeRows, Executor, PendingStep, Plan, StepBatch, StepFeatures, Trust
+from .step import DecodeRows, Executor, PendingStep, Plan, StepBatch, StepFeatures, Trust
 from .step_io import write_confidence, write_row
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class HostExecutor(Executor):
         rows = batch.decode
         inputs = self.cycle.inputs
         seqs = [row.seq for row in rows]
+        adapters = list[Adapter | None]()
         sampling = self.runner.sampling(seqs)
         if self.cycle.unread is not None:
             self.runner.join_unread(seqs)
@@ -81,29 +83,25 @@ class HostExecutor(Executor):
         assert outputs.is_tree is not None
         drafter = None  # of a draft inside of the call; if requests name two, some drafts end a little early or late
         for i, row in enumerate(rows):
+            plan = row.plan
             proposer = Proposer.HOST
-            if row.plan.k > 0:
-                proposer = self._proposer(row)
+            if plan.k > 0 and row.host_draft is None:
+                assert plan.drafter is not None
+                proposer = self.proposers[plan.drafter]
                 if proposer != Proposer.HOST:
-                    drafter = row.plan.drafter
+                    drafter = plan.drafter
             write_row(inputs, i, row, proposer=proposer, draft=drafts.get(i))
-            outputs.is_tree[i] = inputs.max_nodes[i] > 0
-        adapters = [seq.adapter for seq in seqs]
+            outputs.is_tree[i] = proposer == Proposer.MTP and plan.nodes > 0
+            adapters.append(row.seq.adapter)
         self.cycle.run(len(rows), sampling, adapters=adapters, trust=batch.trust.get(drafter or ""))
         for i, draft in drafts.items():
             write_confidence(outputs, i, draft.confidence[: inputs.max_draft[i] + 1])
         return outputs
 
-    def _proposer(self, row: DecodeRow) -> Proposer:
-        """Who drafts for this sequence: the call, or the host before it."""
-        if not row.needs_draft:
-            return Proposer.HOST
-        assert row.plan.drafter is not None
-        return self.proposers[row.plan.drafter]
-
     def _drafts_before(self, rows: DecodeRows, sampling: SamplingBatch, trust: Trust) -> dict[int, DraftResult]:
         """By index of the sequence, drafts of networks whose rounds are not part of the call."""
-        which = [i for i, row in enumerate(rows) if row.needs_draft and self._proposer(row) == Proposer.HOST]
+        outside = {name for name, proposer in self.proposers.items() if proposer == Proposer.HOST}
+        which = [i for i, row in enumerate(rows) if row.needs_draft and row.plan.drafter in outside]
         if not which:
             return {}
         if len(which) < len(rows):

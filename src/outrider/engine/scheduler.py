@@ -84,7 +84,7 @@ class Scheduler:
         preemptions = self.preemptions
         if self.waiting:
             self._admit()
-        absent = self._absent()
+        absent = self._absent() if self.background else NO_CLIENTS
         ready = self._ready(absent)
         cycle = None
         if ready:
@@ -99,7 +99,7 @@ class Scheduler:
             debt = self._prompts(batch, ready, debt, absent=absent)
         if self.preemptions != preemptions:
             self._drop_preempted(batch)
-        if any([row.plan.stop != 0.0 or row.plan.drop != 0.0 for row in batch.decode]):
+        if cycle is not None:  # only drafts that the controller chose may end themselves
             batch.trust = self.draft_policy.trust(batch.decode)
         return StepPlan(batch, cycle, debt, background_skips=self._background_skips + 1 if absent else 0)
 
@@ -109,7 +109,7 @@ class Scheduler:
         self._scored.clear()
         self._background_skips = plan.background_skips
         if plan.cycle is not None:
-            self.draft_policy.commit(plan.cycle)
+            self.draft_policy.controller.commit(plan.cycle)
 
     @property
     def busy(self) -> bool:
@@ -168,7 +168,7 @@ class Scheduler:
 
     def _absent(self) -> frozenset[str]:
         """Clients without a part in the next step. Any step that has none of them has a sequence of another client."""
-        if not self.background or not self.prefill.rows_are_dear or self._background_skips >= BACKGROUND_EVERY - 1:
+        if not self.prefill.rows_are_dear or self._background_skips >= BACKGROUND_EVERY - 1:
             return NO_CLIENTS
         clients = {seq.request.client for seq in self.running if not seq.paused}
         return self.background & clients if clients - self.background else NO_CLIENTS
@@ -176,11 +176,15 @@ class Scheduler:
     def _decode(self, batch: StepBatch, seq: Sequence, plan: DraftPlan) -> None:
         """Schedule a decoding sequence if pages can be reserved."""
         size = len(seq.tokens)
-        slot = seq.active_cache.slot
-        if not self._reserve(seq, size + seq.num_inflight_tokens + self.draft_policy.positions(plan)):
+        cache = seq.active_cache
+        positions = size + seq.num_inflight_tokens
+        host_draft = None
+        if plan.k > 0:
+            positions += self.draft_policy.positions(plan)
+            host_draft = self.draft_policy.host_draft(seq, plan)
+        if positions > cache.room and not self._reserve(seq, positions):
             return
-        host_draft = self.draft_policy.host_draft(seq, plan)
-        batch.decode.append(DecodeRow(seq, slot, size - 1, plan=plan, host_draft=host_draft))
+        batch.decode.append(DecodeRow(seq, cache.slot, size - 1, plan=plan, host_draft=host_draft))
 
     def _prompts(
         self, batch: StepBatch, decoding: list[Sequence], debt: PrefillDebt, absent: frozenset[str]

@@ -252,10 +252,10 @@ class StepFeatures(NamedTuple):
 
     altered: bool = False  # history or masks change the logits of some sequence
     drafts: bool = False  # some sequence has a draft, the host's or a network's
-    drafters: frozenset[str] = frozenset()  # networks that draft
-    tree_drafters: frozenset[str] = frozenset()  # those that draft trees
+    drafters: abc.Set[str] = frozenset()  # networks that draft
+    tree_drafters: abc.Set[str] = frozenset()  # those that draft trees
     filtered_trees: bool = False  # trees of sequences with filters
-    adapters: frozenset[Adapter] = frozenset()
+    adapters: abc.Set[Adapter] = frozenset()
 
     @staticmethod
     def of(rows: DecodeRows) -> StepFeatures:
@@ -279,14 +279,19 @@ class StepFeatures(NamedTuple):
                     filtered_trees = filtered_trees or not seq.request.params.temperature_only
             if seq.adapter is not None:
                 adapters.add(seq.adapter)
+        if not (altered or drafts or adapters):
+            return PLAIN_STEP
         return StepFeatures(
             altered=altered,
             drafts=drafts,
-            drafters=frozenset(drafters),
-            tree_drafters=frozenset(tree_drafters),
+            drafters=drafters,
+            tree_drafters=tree_drafters,
             filtered_trees=filtered_trees,
-            adapters=frozenset(adapters),
+            adapters=adapters,
         )
+
+
+PLAIN_STEP = StepFeatures()
 
 
 class Executor(Protocol):

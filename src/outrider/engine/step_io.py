@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..ops.decode_io import UNKNOWN, DecodeInputs, DecodeOutputs, Proposer
 from ..spec.plan import VerifiedTree
-from .step import DecodeRow, DecodeRows, PendingStep
+from .step import DecodeRow, PendingStep
 
 if TYPE_CHECKING:
     from ..ops.backend import DraftResult
@@ -60,15 +60,19 @@ def draft_of(outputs: DecodeOutputs, i: int) -> list[int] | None:
     """The verified draft tokens of a sequence; None: they are not known on the host."""
     if outputs.draft is None:
         return None
-    tokens: list[int] = outputs.draft[i, : outputs.num_drafted[i]].tolist()
+    num_drafted = int(outputs.num_drafted[i])
+    tokens: list[int] = outputs.draft[i, :num_drafted].tolist()
     return tokens
 
 
 def confidence_of(outputs: DecodeOutputs, i: int) -> list[float] | None:
     """The drafter's probabilities of its tokens, with that of a token that ended the draft; None: it knows none."""
-    if outputs.confidence is None or outputs.num_confidences is None or outputs.num_confidences[i] == UNKNOWN:
+    if outputs.confidence is None or outputs.num_confidences is None:
         return None
-    confidence: list[float] = outputs.confidence[i, : outputs.num_confidences[i]].tolist()
+    num_confidences = int(outputs.num_confidences[i])
+    if num_confidences == UNKNOWN:
+        return None
+    confidence: list[float] = outputs.confidence[i, :num_confidences].tolist()
     return confidence
 
 
@@ -106,8 +110,3 @@ def drafted_per_sequence(pending: PendingStep) -> float:
     count = len(pending.batch.decode)
     num_drafted: list[int] = pending.outputs.num_drafted[:count].tolist()
     return sum(num_drafted) / count
-
-
-def mean_context(rows: DecodeRows) -> int:
-    """Positions of these sequences when they were scheduled, the newest token's included."""
-    return sum([row.position + 1 for row in rows]) // len(rows)

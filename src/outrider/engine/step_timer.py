@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..spec.plan import StepTiming
 from .prefill_budget import CAPTURED_ROWS, PrefillBudget
 from .step import PendingStep, Sequence
-from .step_io import drafted_per_sequence, mean_context
+from .step_io import drafted_per_sequence
 
 if TYPE_CHECKING:
     from .draft_policy import DraftPolicy
@@ -27,7 +27,8 @@ class StepTimer:
         self._prompted = 0.0  # seconds spent on prompts before the present step
         self._timed: list[Sequence] = []  # the batch whose last step was timed
 
-    def begin(self) -> None:
+    def begin_prompts(self) -> None:
+        """The present step, which has prompt chunks, begins."""
         self._prompted = self.runner.prompt_seconds
 
     def observe(self, pending: PendingStep, now: float) -> None:
@@ -55,17 +56,26 @@ class StepTimer:
                 self.prefill.observe(rows, seconds + self.runner.prompt_seconds - self._prompted)
         if not self.policy.controller.planned:
             return
+        # one loop: between two passes over the weights every function call runs on cold caches
+        seqs = list[Sequence]()
+        drafter: str | None = None
+        adapted = False
+        num_positions = 0
+        for row in scheduled:
+            seqs.append(row.seq)
+            drafter = drafter or row.plan.drafter
+            adapted = adapted or row.seq.adapter is not None
+            num_positions += row.position + 1
         if not pending.executor.async_results:
-            before = self._timed
-            self._timed = [item.seq for item in scheduled]
-            known = before == self._timed
+            known = self._timed == seqs
+            self._timed = seqs
         # The cost table holds the base model's steps, and trees of one sequence.
-        if known and not pending.batch.adapted and not (pending.tree and len(scheduled) > 1):
-            drafter = next((item.plan.drafter for item in scheduled if item.plan.drafter), None)
+        batch = len(seqs)
+        if known and not adapted and not (pending.tree and batch > 1):
             timing = StepTiming(
-                batch=len(scheduled),
+                batch=batch,
                 k=drafted_per_sequence(pending) if pending.width is None else pending.width,
-                context=mean_context(scheduled) if pending.context is None else pending.context,
+                context=num_positions // batch if pending.context is None else pending.context,
                 seconds=seconds,
                 drafter=drafter,
                 tree=pending.tree,

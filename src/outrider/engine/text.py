@@ -60,7 +60,7 @@ class Tokenizer:
         self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
         self._image_text = None if image_text is None else image_text(self.backend.id_to_token)
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.texts = TokenTexts(self)
         # a server has `ids` of long texts and the chat template made in other processes
         self.elsewhere: Callable[[str, bool], list[int]] | None = None
         self.render_elsewhere: Callable[[dict[str, Json]], str] | None = None
@@ -100,15 +100,6 @@ class Tokenizer:
             known = self._compute_bytes(index)
             self._bytes[index] = known
         return known
-
-    def token_text(self, index: int) -> str | None:
-        """The text a token adds; None if its bytes are not whole characters."""
-        if index not in self._texts:
-            try:
-                self._texts[index] = self.token_bytes(index).decode()
-            except UnicodeDecodeError:
-                self._texts[index] = None
-        return self._texts[index]
 
     def _compute_bytes(self, index: int) -> bytes:
         token = self.backend.id_to_token(index) if 0 <= index < 1 << 31 else None
@@ -184,6 +175,22 @@ class Tokenizer:
             return ChatTemplate(self.files.chat_template or "")
 
 
+class TokenTexts(dict[int, str | None]):
+    """The text that each token adds, computed when it is first read; None: its bytes are not whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, index: int) -> str | None:
+        try:
+            text = self._tokenizer.token_bytes(index).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[index] = text
+        return text
+
+
 class Detokenizer:
     """Incremental text: `push` returns whole characters, `flush` the rest (U+FFFD if broken). `prompt`: the tokens
     before; without them the space is dropped that a tokenizer adds to the first word."""
@@ -201,7 +208,7 @@ class Detokenizer:
         for index in ids:
             if index in tokenizer.special_ids and (not self.keep_special or index in tokenizer.eos_ids):
                 continue
-            whole = tokenizer.token_text(index) if self._whole else None
+            whole = tokenizer.texts[index] if self._whole else None
             if whole is None:
                 text += self._utf8.decode(tokenizer.token_bytes(index))
                 self._whole = not self._utf8.getstate()[0]

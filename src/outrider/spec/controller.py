@@ -11,8 +11,7 @@ at most `explore` of all time. All numbers are in `Tuning`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from ..types import MAX_DRAFT, NO_DRAFT, DraftPlan, OutriderError
 from .acceptance import AcceptanceProfile, AcceptanceTable, DrafterStats, PositionStats, Source
@@ -105,7 +104,7 @@ class Controller:
         self._comparison_wait = 0  # cycles until the next of those
         self._cycle: list[SequenceDraft] = []  # the outcome of the cycle under way, a sequence each
         self._held_plan = HeldPlan(tuning)
-        self._pending: list[Callable[[], None]] = []  # observations to be learnt from
+        self._pending: list[DraftOutcome | StepTiming] = []  # observations to be learnt from
 
     def replace_costs(self, cost: CostTable) -> None:
         """Use these times from now on."""
@@ -274,13 +273,13 @@ class Controller:
             outcome = DraftOutcome(
                 state=state, drafter=drafter, drafted=drafted, accepted=accepted, confidence=confidence, tree=tree
             )
-            self._pending.append(partial(self._learn, outcome))
+            self._pending.append(outcome)
 
     def observe_step(self, timing: StepTiming) -> None:
         """The wall time of a cycle without prompt rows, after `observe` of each of its sequences."""
         if not self.planned:
             return
-        self._pending.append(partial(self._time_step, timing))
+        self._pending.append(timing)
         if len(self._pending) >= self.tuning.max_pending:
             self.apply_observations()
 
@@ -289,8 +288,11 @@ class Controller:
         all code is out of the CPU caches, and the second call of a function costs a fraction of the first."""
         pending = self._pending
         self._pending = []  # first, so that each is learnt from once even if one raises
-        for learn in pending:
-            learn()
+        for observation in pending:
+            if isinstance(observation, DraftOutcome):
+                self._learn(observation)
+            else:
+                self._time_step(observation)
 
     def trust(self, drafter: str, adapter: str = "") -> list[float]:
         """Acceptance by confidence, 16 bins: index with int(confidence · 16), at most 15. The list never changes."""
@@ -298,21 +300,21 @@ class Controller:
 
     def _learn(self, outcome: DraftOutcome) -> None:
         state = outcome.state
-        draft = SequenceDraft(outcome.drafter, verified=outcome.drafted, drafted=outcome.num_drafter_steps)
+        num_steps = outcome.num_drafter_steps
+        draft = SequenceDraft(outcome.drafter, verified=outcome.drafted, drafted=num_steps)
         self._cycle.append(draft)
         if not state.committed:  # never planned here: its K was chosen elsewhere
             return
         state.tokens += outcome.accepted + 1
         if outcome.drafter is None or state.fixed or (outcome.drafted == 0 and outcome.confidence is None):
             return
-        self._book_gain(outcome, outcome.drafter)
-        self._learn_acceptance(outcome, outcome.drafter)
+        self._book_gain(outcome, outcome.drafter, num_steps)
+        self._learn_acceptance(outcome, outcome.drafter, num_steps)
 
-    def _book_gain(self, outcome: DraftOutcome, drafter: str) -> None:
+    def _book_gain(self, outcome: DraftOutcome, drafter: str, num_steps: float) -> None:
         """Credit the request with the plain steps that the draft won, or charge what it lost."""
         state = outcome.state
         num_tokens = outcome.accepted + 1
-        num_steps = outcome.num_drafter_steps
         k = state.planned if outcome.is_fixed_tree else outcome.drafted  # a fixed tree costs by its depth
         seconds = state.curve[min(k, len(state.curve) - 1)]
         if outcome.confidence is not None and num_steps != outcome.drafted and len(state.curve) > 1:
@@ -323,7 +325,7 @@ class Controller:
             self._explored = max(0.0, self._explored + seconds - state.step - outcome.accepted * state.plain)
             state.probing = False
 
-    def _learn_acceptance(self, outcome: DraftOutcome, drafter: str) -> None:
+    def _learn_acceptance(self, outcome: DraftOutcome, drafter: str, num_steps: float) -> None:
         state = outcome.state
         tuning = self.tuning
         tree = outcome.tree
@@ -333,7 +335,6 @@ class Controller:
         source = state.source if state.source.drafter == drafter else Source(drafter, 0, state.source.adapter)
         stats = self.acceptance[source]
         if stats.worth is not None:
-            num_steps = outcome.num_drafter_steps
             stats.worth.add(emitted=accepted + 1, verified=drafted, drafted=num_steps, decay=tuning.keep)
             if drafter in state.yields:
                 in_request = state.yields[drafter]
@@ -352,7 +353,10 @@ class Controller:
         # An earlier plan may have been run again: it may have drafted, even if no token was verified.
         planned = max(1, state.planned, drafted)
         stats.add(planned=planned, drafted=drafted, accepted=accepted, confidence=confidence)
-        positions = state.arms.setdefault(source, PositionStats())
+        positions = state.arms.get(source)
+        if positions is None:
+            positions = PositionStats()
+            state.arms[source] = positions
         # A draft that ended itself emits no more than one rejected at that place, so it counts as rejected there.
         num_judged = drafted if accepted < drafted or confidence is None else planned
         positions.add(num_judged, accepted, tuning.request_keep)
@@ -385,4 +389,6 @@ class Controller:
             num_left_out = cycle[0].drafted - cycle[0].verified
             if num_left_out:
                 seconds -= num_left_out * self.cost.further(timing.drafter)
-        self.cost.observe(timing._replace(seconds=seconds), predicted)
+        if seconds != timing.seconds:
+            timing = timing._replace(seconds=seconds)
+        self.cost.observe(timing, predicted)

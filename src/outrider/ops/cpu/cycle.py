@@ -135,7 +135,7 @@ class CpuCycle:
         if self.adapters.adapters != adapters:
             self.adapters = PassAdapters(self.stack.changes, adapters)
             c.call.adapters = self.adapters.c
-        inputs.adapter[:count] = self.adapters.of
+            inputs.adapter[:count] = self.adapters.of
         max_draft = inputs.max_draft[:count].tolist()
         max_nodes = inputs.max_nodes[:count].tolist()
         rows = count + sum(map(max, max_draft, max_nodes))
