@@ -162,9 +162,12 @@ class DecodeGraphs:
         self._drop(lambda _: False)
 
     def view(self, key: Key) -> KVView:
-        """The view that the target's attention has in a step of chains, on the scratch page."""
-        rows = Rows.of((key.k,) * key.batch, self.device)
+        """The view that the target's attention has in a step of this key, on the scratch page."""
+        rows = Rows.of((key.drafted,) * key.batch, self.device)
         slots = torch.full((key.batch,), self.inputs.idle, device=self.device)
         pages = self.runner.store.pages_of(slots, key.context)
         positions = rows.positions(torch.ones_like(slots))
-        return pages.view(positions, rows.seq, rows.start, max_rows=rows.k + 1, max_context=key.context)
+        view = pages.view(positions, rows.seq, rows.start, max_rows=rows.k + 1, max_context=key.context)
+        if key.nodes:
+            view.ancestors = torch.zeros((len(positions), key.k + 1), dtype=torch.int32, device=self.device)
+        return view

@@ -29,6 +29,7 @@ from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams, requ
 from .adapters import AdapterPool
 from .draft_policy import DraftPolicy
 from .eager import EagerExecutor
+from .graph_dispatch import SingleDrafts
 from .graphs import GraphExecutor
 from .host import HostExecutor
 from .memory import KVBudget, KVOptions, spare_bytes
@@ -44,6 +45,9 @@ from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
 SERVED_K = 4  # the K that a server captures if the controller chooses
+# for single sequences also these: K of chains, and depths of trees
+SINGLE_K = (8, 16)
+TREE_DEPTHS = (6, 8)
 REPORT_S = 2.0  # between two lines about the progress of a preparation
 
 
@@ -215,6 +219,9 @@ class Engine:
         executors = list[Executor]()
         if self.graphs and (drafter is None or drafter.in_graph):
             widths = (0, SERVED_K if self.spec.draft_tokens is None else self.spec.draft_tokens)
+            single = SingleDrafts()
+            if self.spec.draft_tokens is None:
+                single = SingleDrafts(SINGLE_K, () if self.spec.tree == 0 else TREE_DEPTHS)
             budget = self.kv_budget
             advice: Mapping[str, Any] = self.tokenizer.files.sampling if self.tokenizer is not None else {}
             executors.append(
@@ -225,6 +232,7 @@ class Engine:
                     packed_rows=budget.packed_rows,
                     widths=widths,
                     advised=SamplingParams(**advice),
+                    single=single,
                 )
             )
         cycle = self.model.ops.host_cycle(

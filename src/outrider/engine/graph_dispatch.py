@@ -67,6 +67,13 @@ class StandIn(NamedTuple):
     num_steps: int
 
 
+class SingleDrafts(NamedTuple):
+    """Drafts of a single sequence that the controller may choose, beyond a server's K."""
+
+    widths: tuple[int, ...] = ()  # K of chains
+    tree_depths: tuple[int, ...] = ()
+
+
 class GraphDispatcher:
     def __init__(
         self,
@@ -75,8 +82,9 @@ class GraphDispatcher:
         max_position: int,
         widths: abc.Sequence[int],
         advised: SamplingParams,
+        single: SingleDrafts,
     ):
-        """max_position: sequences end there. widths, advised: of `GraphExecutor`."""
+        """max_position: sequences end there. widths, advised, single: of `GraphExecutor`."""
         drafter = graphs.runner.drafter
         assert drafter is None or drafter.in_graph, f"{drafter.name} cannot run inside a graph"
         self.graphs = graphs
@@ -98,6 +106,7 @@ class GraphDispatcher:
         self.warmup_widths = tuple(k for k in served_widths if k == 0 or drafter is not None)
         self.names = tuple(member.name for member in members) if len(members) > 1 else (None,)  # as in `Key.drafter`
         self._advised = choosing_of([advised])
+        self._single = single
         self._last_batch = BatchFeatures([], "greedy", NO_FEATURES)
         self._stand_ins: dict[Key, StandIn] = {}
         self._num_drops = 0  # of the graphs, when the stand-ins were last valid
@@ -171,11 +180,32 @@ class GraphDispatcher:
         """The steps to capture before the first request of a server, or of a program (`served` is False)."""
         keys_of = warmup_keys if served else first_keys
         keys = keys_of(self.limits, self.warmup_widths, drafters=self.names, advised=self._advised)
+        keys = sorted([*keys, *self._single_keys()], key=lambda key: -key.batch * (key.drafted + 1))
         adapters = self.graphs.runner.adapters
         slots = adapters.slots if adapters is not None else None
         if slots is not None and slots.weights:
             keys = [replace(key, adapted=adapted) for key in keys for adapted in (False, True)]
         return keys
+
+    def _single_keys(self) -> list[Key]:
+        """The chains and trees of `SingleDrafts`, which a first request would wait for."""
+        if self.drafter is None:
+            return []
+        context = min(NEAR_CONTEXT, self.limits.context)
+        general = max("sampled", self._advised, key=WAYS.index)
+        keys = list[Key]()
+        for name in self.names:
+            drafter = self.drafter.member(name)
+            for k in self._single.widths:
+                if k <= drafter.max_tokens:
+                    keys.append(Key(1, k, context, choosing=general, source="drafter", drafter=name))
+            for depth in self._single.tree_depths if self.trees else ():
+                nodes = min(TIMED, drafter.max_nodes(depth))
+                for choosing in dict.fromkeys(("greedy", general)):
+                    if depth < nodes and depth <= drafter.max_tokens:
+                        tree = Key(1, depth, context, choosing=choosing, source="drafter", nodes=nodes, drafter=name)
+                        keys.append(tree)
+        return [key for key in keys if key.drafted < self.limits.rows]
 
     def tree_nodes(self, rows: DecodeRows, depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: chains, as no request uses trees, they would be too deep or

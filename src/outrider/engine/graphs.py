@@ -27,7 +27,7 @@ from ..types import MAX_DRAFT, SamplingParams
 from .capture import GraphPool
 from .decode import Key
 from .decode_graphs import CapturedGraph, DecodeGraphs
-from .graph_dispatch import GraphDispatcher
+from .graph_dispatch import GraphDispatcher, SingleDrafts
 from .model_runner import ModelRunner
 from .prefill_graphs import PrefillGraphs, PrefillKey
 from .step import DecodeRows, Executor, PendingStep, Plan, Progressed, StepBatch, StepFeatures
@@ -58,9 +58,10 @@ class GraphExecutor(Executor):
         packed_rows: int = 0,
         widths: abc.Sequence[int] = (0,),
         advised: SamplingParams = SamplingParams(),
+        single: SingleDrafts = SingleDrafts(),
     ):
         """pass_rows, packed_rows: as `KVBudget` has them. widths: the K that a server's steps will have. advised: how
-        the model's makers sample."""
+        the model's makers sample. single: drafts of one sequence that are captured ahead too."""
         self.runner = runner
         self.device = runner.device
         pool = GraphPool(self.device)
@@ -68,7 +69,12 @@ class GraphExecutor(Executor):
         max_position = self.prefill_graphs.furthest - MAX_DRAFT - 1
         self.decode_graphs = DecodeGraphs(runner, capabilities, max_position, pool=pool)
         self.dispatcher = GraphDispatcher(
-            self.decode_graphs, capabilities, max_position=max_position, widths=widths, advised=advised
+            self.decode_graphs,
+            capabilities,
+            max_position=max_position,
+            widths=widths,
+            advised=advised,
+            single=single,
         )
         self.trees = self.dispatcher.trees
 
