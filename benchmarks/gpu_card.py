@@ -3,14 +3,19 @@
     PYTHONPATH=src:.:benchmarks python3 benchmarks/gpu_card.py --out DIR [--together] [--seconds 390] [--dry]
         [--parts checks,kernels,lora,formats,exact,first,sound,cells,adapters,smollm2]
 
-The first five time nothing, and with --together all parts named run side by side. checks: the checks of gpu_suite.py in
-three processes. kernels: gpu_certify.py. lora: tests/gpu/gpu_lora.py check of five sizes. formats: gpu_formats.py.
-exact: gpu_sound.py's encoder and bits. first: gpu_first.py, 12B in bf16 and int4, with whatever is compiled so far and
-once more. sound: what a clip costs. cells: engine_throughput.py. adapters: tests/gpu/gpu_lora.py cost 31B:int4.
-smollm2: the two checks that need its file (OUTRIDER_SMOLLM2). Everything that a process prints goes to the screen and
-to DIR/log.txt with the time; its JSON lines and verdicts go to DIR/results.jsonl at once, so a run that is cut short
-leaves what it had. --dry: without a GPU, tiny models, to find typing errors before they cost time of the card. A
-process past its limit is killed, and the next part runs. Failing is not the end: the last line says what failed.
+The first five time nothing, and with --together all parts named run side by side.
+
+- checks: the checks of gpu_suite.py in three processes, without the warm-up, which takes 110 GB.
+- kernels: gpu_certify.py. lora: tests/gpu/gpu_lora.py check of five sizes. formats: gpu_formats.py.
+- exact: gpu_sound.py's encoder and bits. sound: what a clip costs.
+- first: gpu_first.py, 12B in bf16 and int4, with whatever is compiled so far and once more.
+- cells: engine_throughput.py. adapters: tests/gpu/gpu_lora.py cost 31B:int4.
+- smollm2: the two checks that need its file (OUTRIDER_SMOLLM2).
+
+Everything that a process prints goes to the screen and to DIR/log.txt with the time; its JSON lines and verdicts go to
+DIR/results.jsonl at once, so a run that is cut short leaves what it had. --dry: without a GPU, tiny models, to find
+typing errors before they cost time of the card. A process past its limit is killed, and the next part runs. Failing is
+not the end: the last line says what failed.
 """
 
 from __future__ import annotations
@@ -80,7 +85,7 @@ def check_jobs(dry: bool) -> list[Job]:
     return [
         suite("engine", "one launch,engine tokens,64 mixed,preemption,memory", 260, dry),
         suite("rows", f"{rows},crowd,batches", 260, dry),
-        suite("parity", "warm-up,equality,parity", 260, dry),
+        suite("parity", "equality,parity", 260, dry),
     ]
 
 
@@ -141,10 +146,10 @@ def adapter_jobs(dry: bool) -> list[Job]:
 
 
 def lora_jobs(dry: bool) -> list[Job]:
-    bits = Job("lora", "shrink's bits", ["tests/gpu/gpu_lora.py", "bits"], 120, niceness=5)
+    bits = Job("lora", "shrink's bits", ["tests/gpu/gpu_lora.py", "bits"], 120)
     if dry:
         return [bits, Job("lora", "plan", ["tests/gpu/gpu_lora.py", "plan", *SIZES], 60)]
-    checks = [Job("lora", f"check {size}", ["tests/gpu/gpu_lora.py", "check", size], 300, niceness=5) for size in SIZES]
+    checks = [Job("lora", f"check {size}", ["tests/gpu/gpu_lora.py", "check", size], 300) for size in SIZES]
     return [bits, *checks]
 
 
@@ -163,7 +168,7 @@ def sound_jobs(dry: bool, parts: str) -> list[Job]:
     command = ["benchmarks/gpu_sound.py", "--parts", parts]
     if dry:
         command += ["--device", "cpu", "--model", "google/gemma-4-E2B-it:7", "--tokens", "4", "--repeats", "1"]
-    return [Job("sound", parts, command, 180, niceness=0 if parts == "cost" else 5)]
+    return [Job("sound", parts, command, 300)]
 
 
 def smollm2_jobs(dry: bool) -> list[Job]:

@@ -35,7 +35,12 @@ from outrider.types import SamplingParams
 
 BEGAN = time.perf_counter()
 SMALL = dict(
-    dtype=torch.float32, rows=5, dense_shapes=((48, 64),), quantised_shape=(64, 128), head_sizes=(32,), attention_rows=5
+    dtype=torch.float32,
+    rows=5,
+    dense_shapes=((48, 64),),
+    quantised_shape=(64, 128),
+    heads=((8, 2, 32),),
+    attention_rows=5,
 )
 
 
@@ -65,7 +70,7 @@ def broken_kernels(ops: TritonOps, dry: bool) -> bool:
         broken = replace(kernel, launch=one_bit_off(kernel.launch))
         table = Registry([broken if other is kernel else other for other in TABLE], ops.card)
         problems = certify.Problems(ops, table, **(SMALL if dry else {}))  # type: ignore[arg-type]
-        results = registry.certify(table, problems.probes(), only={kernel.name})
+        results = registry.certify(table, problems.probes(), certify.GPU_ROWS, only={kernel.name})
         if not results:
             tell("broken kernel", kernel=kernel.name, left_out="no probe runs it here")
             continue

@@ -36,6 +36,7 @@ import outrider.llm  # noqa: E402
 from gpu_rig import PUBLISHED, SIZES, Synthetic  # noqa: E402
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.engine import calibrate, capture, decode, decode_graphs, graphs, prefill_graphs  # noqa: E402
+from outrider.engine import engine as engine_module  # noqa: E402
 from outrider.engine.engine import Engine  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.models.builtin_configs import BUILTIN_CONFIGS  # noqa: E402
@@ -136,6 +137,17 @@ def assume_acceptance() -> None:
     decode_graphs.DecodeStep = Assumed  # type: ignore[misc]
 
 
+def advise_sampling() -> None:
+    """Gemma 4's own sampling, which a folder's generation_config.json advises; without a folder there is none."""
+
+    class Advised(graphs.GraphExecutor):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            advised = SamplingParams(temperature=1.0, top_p=0.95, top_k=64)
+            super().__init__(*args, **{**kwargs, "advised": advised})
+
+    engine_module.GraphExecutor = Advised  # type: ignore[misc]
+
+
 def tell(phase: str, **figures: Any) -> None:
     with LOCK:
         events = list(EVENTS)
@@ -183,6 +195,7 @@ def main() -> None:
         calibrate.CAPTURING_S = 0.5
     instrument()
     assume_acceptance()
+    advise_sampling()
     print(json.dumps({"phase": "import", "seconds": round(imported, 2), "torch": torch.__version__}), flush=True)
     began = time.perf_counter()
     llm = load(args)

@@ -41,6 +41,7 @@ from outrider.types import SamplingParams
 from outrider.weights.adapter import ADAPTABLE, load_adapter
 from outrider.weights.load import dummy_weights
 
+BEGAN = time.perf_counter()
 LAYERS = {"E2B": 10, "31B": 6, "26B-A4B": 6, "12B": 6, "31B:int4": 6}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("a", "b", "c", "d")
@@ -92,6 +93,7 @@ def check(size: str) -> None:
         for i in range(8):
             one = request(i, vocab, 0)
             alone |= run_joining(engine(rig, pool if one.adapter else None, False), [(0, one)], logprobs=events)
+        print(f"{size}: alone after {time.perf_counter() - BEGAN:.0f} s", flush=True)
         wrong: list[object] = []
         for k, tree in CHECKED if not only else [CHECKED[int(only)]]:
             candidate = engine(rig, pool, True)
@@ -105,6 +107,7 @@ def check(size: str) -> None:
             assert any(key.adapted for key in graphs.cache.graphs), "no adapted step was captured"
             torch.cuda.synchronize()
             executor.close()
+            print(f"{size}: K = {k}, tree {tree} after {time.perf_counter() - BEGAN:.0f} s", flush=True)
         wrong += replaced(rig, pool, alone) if only in ("", "2") else []
         print(f"{size} {only}: {'equal to the last bit' if not wrong else f'WRONG {wrong}'}", flush=True)
 

@@ -39,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def problems(ops: TritonOps, table: Registry) -> certify.Problems:
     return certify.Problems(
-        ops, table, dtype=torch.float32, rows=5, dense_shapes=((48, 64),), quantised_shape=(64, 128), head_sizes=(32,),
+        ops, table, dtype=torch.float32, rows=5, dense_shapes=((48, 64),), quantised_shape=(64, 128), heads=((8, 2, 32),),
         attention_rows=5,
     )  # fmt: skip
 

@@ -69,12 +69,7 @@ class GraphExecutor(Executor):
         max_position = self.prefill_graphs.furthest - MAX_DRAFT - 1
         self.decode_graphs = DecodeGraphs(runner, capabilities, max_position, pool=pool)
         self.dispatcher = GraphDispatcher(
-            self.decode_graphs,
-            capabilities,
-            max_position=max_position,
-            widths=widths,
-            advised=advised,
-            single=single,
+            self.decode_graphs, capabilities, max_position=max_position, widths=widths, advised=advised, single=single
         )
         self.trees = self.dispatcher.trees
 

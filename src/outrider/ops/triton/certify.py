@@ -41,9 +41,12 @@ OPS = Path(__file__).resolve().parents[1]
 COMPARED_CARDS = ("NVIDIA H200",)
 CHILD_SECONDS = 600  # kernels are compiled
 PAGE_SIZE = 32
-DENSE_SHAPES = ((512, 2048), (256, 8192))  # outputs, columns: one span, several spans
+# outputs, columns: small matrices of one and of several spans, and those that stream-K serves
+DENSE_SHAPES = ((512, 2048), (256, 8192), (4096, 1024), (4096, 2048))
 QUANTISED_SHAPE = (512, 2048)
-HEAD_SIZES = (128, 256, 512)
+# heads, heads of K/V, their size; the last as attention_wgmma serves it
+HEADS = ((8, 2, 128), (8, 2, 256), (8, 2, 512), (16, 2, 512))
+GPU_ROWS = tuple(sorted((*ROWS, 513)))  # stream-K with several spans serves some numbers of rows between 128 and 640
 MAX_ATTENTION_ROWS = 2048
 
 
@@ -103,7 +106,7 @@ class Problems:
     rows: int = ROWS[-1]
     dense_shapes: Sequence[tuple[int, int]] = DENSE_SHAPES
     quantised_shape: tuple[int, int] = QUANTISED_SHAPE
-    head_sizes: Sequence[int] = HEAD_SIZES
+    heads: Sequence[tuple[int, int, int]] = HEADS
     attention_rows: int = MAX_ATTENTION_ROWS
 
     @cached_property
@@ -125,9 +128,9 @@ class Problems:
             weight = repack(formats[0].quantise(self.tensor(n, k) * 0.02))
             assert weight is not None
             yield self.probe(f"{mode} {n} x {k}", "quantised product", self.quantised(weight, k), self.rows)
-        for head_size in self.head_sizes:
-            call = self.attention(head_size)
-            yield self.probe(f"attention, heads of {head_size}", "attention", call, self.attention_rows)
+        for heads, kv_heads, head_size in self.heads:
+            call = self.attention(heads, kv_heads, head_size)
+            yield self.probe(f"attention, {heads} heads of {head_size}", "attention", call, self.attention_rows)
 
     def probe(self, name: str, order: str, call: Callable[[int, int], Any], max_rows: int) -> Probe:
         definition = self.table.by_order()[order][-1]
@@ -155,9 +158,10 @@ class Problems:
 
         return call
 
-    def attention(self, head_size: int) -> Callable[[int, int], AttentionCall]:
+    def attention(self, heads: int, kv_heads: int, head_size: int) -> Callable[[int, int], AttentionCall]:
         """One sequence whose cache is filled; a row's position is its index."""
-        spec = AttnSpec(heads=8, kv_heads=2, head_dim=head_size, kv_layer=0, writes=True, scale=head_size**-0.5)
+        scale = head_size**-0.5
+        spec = AttnSpec(heads=heads, kv_heads=kv_heads, head_dim=head_size, kv_layer=0, writes=True, scale=scale)
         pages = 1 + -(-self.attention_rows // PAGE_SIZE)
         shape = (pages, spec.kv_heads, PAGE_SIZE, head_size)
         keys = self.tensor(*shape)
@@ -187,7 +191,7 @@ class Problems:
 def certify_here(ops: TritonOps, say: Callable[[str], None] | None = None) -> Certification:
     """Runs the probes on this card and stores the result."""
     table = Registry(TABLE, ops.card)  # all kernels, also those that an earlier certification rejected
-    results = registry.certify(table, Problems(ops, table).probes(), ROWS, say=say)
+    results = registry.certify(table, Problems(ops, table).probes(), GPU_ROWS, say=say)
     done = Certification(identity(ops), registry.today()).with_results(results)
     registry.save(done, stored_at(ops))
     return done
