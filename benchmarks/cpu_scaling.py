@@ -64,14 +64,10 @@ ROWS = (1, 5, 9, 17, 64)
 NO_HINT = 9
 
 # Variants: name -> (level, definitions)
-TILES = "-DAMX_ROWS=5"
 VARIANTS: dict[str, tuple[str, str]] = {
     BF16: (BF16, ""),
     "amx": ("amx", ""),
-    "tiles": ("amx", TILES),
-    "tiles, 4 steps": ("amx", f"{TILES} -DAMX_STEPS=4"),
-    "tiles, one group": ("amx", f"{TILES} -DAMX_PAIRS=0"),
-    "tiles, answers at the same place": ("amx", f"{TILES} -DANSWERS_AHEAD=0"),
+    "tiles": ("amx", "-DAMX_ROWS=9"),
     "few 4k": (BF16, "-DFEW_ROWS_AHEAD=4096"),
     "few 8k": (BF16, "-DFEW_ROWS_AHEAD=8192"),
     "few and more 4k": (BF16, "-DFEW_ROWS_AHEAD=4096 -DMORE_ROWS_AHEAD=4096"),

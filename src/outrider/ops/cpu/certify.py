@@ -33,8 +33,8 @@ from .packing import PackedWeight, Packer, c_moe, c_weight
 
 LIBRARY = "CPU products"
 ORDER = "blocks of 32 columns in order"
-# All the heights of Intel's tiles, and blocks of rows that are cut into several.
-ROWS = (*range(1, 18), 33, 64, 128, 129)
+# One register tile and two, heights of Intel's tiles from 13 to 16, and blocks of rows that are cut into several.
+ROWS = (*range(1, 18), 33, 49, 55, 64, 128, 129)
 # A format of files for every layout of the kernels: where a block's float16 numbers are.
 FORMATS = {
     **dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS"), (0,)),
@@ -45,7 +45,7 @@ FORMATS = {
     "MXFP4": (),
 }
 SERVES_WHEN = {
-    "amx": "Intel's tiles from 33 rows on; fewer rows and attention as avx512bf16",
+    "amx": "Intel's tiles from 49 rows on; fewer rows and attention as avx512bf16",
     "avx512bf16": "nine rows in a tile; attention in pairs of bfloat16",
     "avx512": "nine rows in a tile",
     "avxvnni": "five rows in a tile, products of bytes",

@@ -63,41 +63,16 @@ INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
     b->found = vf_hmax(vf_load(b->value));
 }
 
-/* Outputs of the group behind the last one that was computed: Intel's tiles multiply two at a time. */
-typedef struct {
-    int group; /* -1: none */
-    _Alignas(64) float tile[AMX_PAIRS ? STEP_ROWS * LANES : 1];
-} NextGroup;
-
-/* Sums of group g, and of `up` behind it where outputs are gated. */
-INLINE void product_sums(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc,
-                         float *tile, float *up, NextGroup *ahead) {
-#if ISA_AMX
-    if (AMX_PAIRS && height_of(a) > 1) {
-        if (to->how == TO_GATED) product_pair(w, g, g + n / LANES, a, m0, mc, tile, up);
-        else if (ahead->group == g) memcpy(tile, ahead->tile, (size_t)mc * LANES * sizeof(float));
-        else if (g == last) product_tile(w, g, a, m0, mc, tile);
-        else {
-            product_pair(w, g, g + 1, a, m0, mc, tile, ahead->tile);
-            ahead->group = g + 1;
-        }
-        return;
-    }
-#endif
-    (void)last, (void)ahead;
-    product_tile(w, g, a, m0, mc, tile);
-    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
-}
-
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all; change: what adapters add, [mc,
  * 16], and behind CHANGES groups what they add to up */
-INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int last, int m0, int mc,
-                          const float *change, float *tile, NextGroup *ahead) {
+INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc,
+                          const float *change, float *tile) {
     _Alignas(64) float up[STEP_ROWS * LANES];
     const int at = g * LANES, left = n - at;
     for (int m = 0; to->out && m < mc; m++)
         __builtin_prefetch(to->out + (int64_t)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
-    product_sums(w, a, to, n, g, last, m0, mc, tile, up, ahead);
+    product_tile(w, g, a, m0, mc, tile);
+    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
     vi hash = vi_set(0);
     if (to->draw) hash = token_hashes(at);
     for (int m = 0; m < mc; m++) {
@@ -129,11 +104,9 @@ typedef struct {
 static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi,
                           int first, int last, Changes *c) {
     _Alignas(64) float tile[2][STEP_ROWS * LANES], x[2 * LANES];
-    NextGroup ahead;
     const int block = BLOCK_ROWS / height_of(a) * height_of(a);
     for (int base = first; base < last; base += block) {
         const int end = base + block < last ? base + block : last, rows = end - base;
-        ahead.group = -1;
         for (int u = lo; u < hi; u++) {
             if (to->low && (base != c->base || u < c->from || u >= c->past)) {
                 const int most = CHANGES / (wide * rows),
@@ -148,7 +121,7 @@ static void product_units(const Weight *w, const QActs *a, const Epilogue *to, i
                 for (int half = 0; half < wide; half++) {
                     const float *change =
                         to->low ? c->at + ((int64_t)((u - c->from) * wide + half) * rows + m0 - base) * LANES : NULL;
-                    product_group(w, a, to, n, u * wide + half, hi * wide - 1, m0, mc, change, tile[half], &ahead);
+                    product_group(w, a, to, n, u * wide + half, m0, mc, change, tile[half]);
                 }
                 for (int m = 0; to->quantised && m < mc; m++) {
                     const int64_t at = acts_place(to->quantised, m0 + m, 32 * u);
@@ -180,10 +153,7 @@ static void product_phase(ThreadPool *pool, int me, const Weight *w, const QActs
             hi = hi * height < rows ? hi * height : rows;
         } else pool_share(pool, of, units - cut, &lo2, &hi2);
         const int front = hi - lo, all = front + hi2 - lo2;
-        const int least = AMX_PAIRS && height > 1 ? 2 : 1; /* groups that are computed at a time */
-        const int grain = pool->size == 1 ? all
-                          : by_rows       ? block
-                                          : (all + least * PIECES - 1) / (least * PIECES) * least;
+        const int grain = pool->size == 1 ? all : by_rows ? block : (all + PIECES - 1) / PIECES;
         if (!all) continue;
         for (int at = 0, piece;
              (piece = pool->size == 1 ? (at ? -1 : 0) : pool_claim(pool, of, (all + grain - 1) / grain)) >= 0; at++) {

@@ -39,10 +39,7 @@ typedef struct { /* R rows of activations, quantised and as they were */
 #define BLOCK_ROWS 128 /* activation rows that stay in the second-level cache while weights pass by */
 #if ISA_AMX
 #ifndef AMX_ROWS
-#define AMX_ROWS 33 /* from here on tiles are faster than registers; either has the same bits */
-#endif
-#ifndef AMX_PAIRS
-#define AMX_PAIRS 1 /* two groups of outputs at a time */
+#define AMX_ROWS 49 /* from here on tiles are faster than registers; either has the same bits */
 #endif
 #define TILE_HEIGHT 16 /* rows of activations in a tile */
 #define STEP_ROWS BLOCK_ROWS /* rows of a call: a group is decoded once for all of them */
@@ -63,7 +60,6 @@ INLINE int64_t acts_place(const QActs *a, int row, int column) {
     return (((int64_t)tile * (a->k / 32) + column / 32) * a->height + line) * 32 + column % 32;
 }
 #else
-#define AMX_PAIRS 0
 #define STEP_ROWS TILE_ROWS
 INLINE int height_of(const QActs *a) { (void)a; return 1; }
 INLINE size_t padded_rows(int rows) { return (size_t)rows; }
@@ -150,8 +146,3 @@ SHARED void acts_copy(const QActs *to, int64_t t, const QActs *from,
 /* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= STEP_ROWS). In tiles.c */
 __attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc,
                                                         float *tile);
-#if ISA_AMX
-/* The same of two groups: their activations are loaded once. */
-__attribute__((visibility("hidden"))) void product_pair(const Weight *w, int g, int g2, const QActs *a, int m0, int mc,
-                                                        float *tile, float *tile2);
-#endif

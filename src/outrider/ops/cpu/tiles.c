@@ -94,13 +94,11 @@ static void dense_tile(const Weight *w, int g, const QActs *a, int m0, int mc, f
 /* Rows that no tile of the processor serves are cut as AVX-512 alone cuts them. */
 #define TILE_OF(K)                                                                                          \
     static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int all, float *tile) {            \
+        if (a->height > 1) { amx_group(K, w, g, a, m0, all, tile); return; }                                \
         for (int left = all, mc; left > 0; left -= mc, m0 += mc, tile += (int64_t)mc * LANES) {             \
             mc = left < TILE_ROWS ? left : TILE_ROWS;                                                       \
             TILE_CASES(K)                                                                                   \
         }                                                                                                   \
-    }                                                                                                       \
-    static void groups_##K(const AmxTarget *to, int groups, const QActs *a, int m0, int mc) {               \
-        amx_groups(K, to, groups, a, m0, mc);                                                               \
     }
 #else
 #define TILE_OF(K)                                                                                          \
@@ -110,40 +108,15 @@ TILE_OF(W_Q4M) TILE_OF(W_Q4) TILE_OF(W_Q8) TILE_OF(W_Q5) TILE_OF(W_Q5M)
 TILE_OF(W_Q4K) TILE_OF(W_Q5K) TILE_OF(W_Q6K) TILE_OF(W_IQ4) TILE_OF(W_T4)
 TILE_OF(W_Q2K) TILE_OF(W_T3) TILE_OF(W_T3H) TILE_OF(W_F4)
 
-/* The part of a weight that group *g belongs to, and its number there. */
-INLINE const Weight *part_of(const Weight *w, int *g) {
-    if (w->kind != W_PARTS) return w;
-    const Weight *part = w->data;
-    for (; *g >= w_groups(part); part++) *g -= w_groups(part);
-    return part;
-}
-
 void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
-    w = part_of(w, &g);
-#if ISA_AMX
-    if (a->height > 1 && w->kind != W_DENSE) {
-        const AmxTarget to = {w, g, tile};
-#define GROUPS(K) groups_##K(&to, 1, a, m0, mc)
-        switch (w->kind) { EACH_KIND(GROUPS) }
-        return;
+    if (w->kind == W_PARTS) {
+        const Weight *part = w->data;
+        for (; g >= w_groups(part); part++) g -= w_groups(part);
+        w = part;
     }
-#endif
 #define TILE(K) tile_##K(w, g, a, m0, mc, tile)
     switch (w->kind) {
     EACH_KIND(TILE)
     default: dense_tile(w, g, a, m0, mc, tile);
     }
 }
-
-#if ISA_AMX
-void product_pair(const Weight *w, int g, int g2, const QActs *a, int m0, int mc, float *tile, float *tile2) {
-    const Weight *first = part_of(w, &g), *second = part_of(w, &g2);
-    const AmxTarget to[2] = {{first, g, tile}, {second, g2, tile2}};
-    if (a->height == 1 || first->kind != second->kind || first->kind == W_DENSE) {
-        for (int i = 0; i < 2; i++) product_tile(to[i].w, to[i].g, a, m0, mc, to[i].tile);
-        return;
-    }
-#define PAIR(K) groups_##K(to, 2, a, m0, mc)
-    switch (first->kind) { EACH_KIND(PAIR) }
-}
-#endif
