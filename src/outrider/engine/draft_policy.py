@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config import SpecConfig
 from ..spec.controller import Controller
+from ..spec.ngram import NGRAM
 from ..spec.plan import CyclePlan, DraftContext
 from ..types import GREEDY_EPS, MAX_DRAFT, NO_DRAFT, DraftPlan
 from .step import DecodeRows, Request, Sequence
@@ -50,7 +51,7 @@ class DraftPolicy:
         nodes = request.tree if request.tree is not None else spec.tree
         if nodes is None:
             nodes = MAX_DRAFT if self._trees_pay(seq) else 0
-        seq.tree_nodes = nodes if self.can.trees and request.drafter != "ngram" else 0
+        seq.tree_nodes = nodes if self.can.trees and request.drafter != NGRAM else 0
 
     def _trees_pay(self, seq: Sequence) -> bool:
         """True if trees are drafted for a request that did not ask for them."""
@@ -88,7 +89,7 @@ class DraftPolicy:
 
     def host_draft(self, seq: Sequence, plan: DraftPlan) -> abc.Sequence[int] | None:
         """The tokens that the host proposes, and as many more as a step in flight may add; None: a network drafts."""
-        if plan.drafter != "ngram" or seq.ngram is None:
+        if plan.drafter != NGRAM or seq.ngram is None:
             return None
         return seq.ngram.propose(plan.k + seq.num_inflight_tokens)[0]
 
@@ -128,7 +129,7 @@ class DraftPolicy:
             k = self._offer(seq, name, max_k)
             if k > 0:
                 offers[name] = k
-        match = seq.ngram.match() if seq.ngram is not None and "ngram" in offers else 0
+        match = seq.ngram.match() if seq.ngram is not None and NGRAM in offers else 0
         unread = self.drafter.unread(seq.draft_track, seq.tokens) if self.drafter is not None else 0
         return DraftContext(
             state=seq.controller_state,
@@ -168,7 +169,7 @@ class DraftPolicy:
         for name in self.controller.drafters:
             k = self._offer(seq, name, max_k)
             if k > 0:
-                nodes = self._nodes(seq, widest) if name != "ngram" else 0
+                nodes = self._nodes(seq, widest) if name != NGRAM else 0
                 return DraftPlan(name, k, nodes=nodes if nodes > 1 else 0)
         return NO_DRAFT
 
@@ -180,7 +181,7 @@ class DraftPolicy:
         """The number of tokens, up to the given maximum, that this drafter could draft for this sequence now."""
         if max_k <= 0:
             return 0
-        if name == "ngram":
+        if name == NGRAM:
             return max_k if seq.ngram is not None and seq.ngram.match() > 0 else 0
         if not seq.has_features or name in seq.failed_drafters:
             return 0
@@ -191,7 +192,7 @@ class DraftPolicy:
     def copies(self, request: Request) -> bool:
         """May n-gram copies be drafted? They are only as new as the tokens the host has read, so next to a network
         with steps that are read one behind only if requested by name."""
-        return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
+        return request.drafter == NGRAM or (request.drafter is True and (self.drafter is None or not self.graphs))
 
     def _max_draft_len(self, seq: Sequence, widest: int) -> int:
         """Limited by the tokens that may be emitted, the context, and the number of independent rows."""

@@ -23,7 +23,7 @@ from ..ops.decode_io import DecodeOutputs
 from ..ops.lowrank import Adapter
 from ..spec.controller import Controller
 from ..spec.drafter import Drafter
-from ..spec.ngram import NgramIndex
+from ..spec.ngram import NGRAM, NgramIndex
 from ..spec.plan import VerifiedTree
 from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams, require
 from .adapters import AdapterPool
@@ -301,7 +301,7 @@ class Engine:
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         matcher = params.grammar.matcher() if params.grammar is not None else None
         seq.answer = OutputProcessor(params, self.eos, detok, matcher=matcher)
-        if "ngram" in self.controller.drafters and self.policy.copies(request):
+        if NGRAM in self.controller.drafters and self.policy.copies(request):
             seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
         self._seqs[request.id] = seq
