@@ -41,7 +41,7 @@ from outrider.ops.trees import WIDTH, Frontier, Nodes
 from outrider.ops.triton import TritonOps, attention, moe, quant
 from outrider.ops.triton.card import Card
 from outrider.ops.triton.gemm_config import MAX_SMEM
-from outrider.ops.triton.lowrank import SHRINK_TILES, expand, shrink
+from outrider.ops.triton.lowrank import expand, shrink
 from outrider.ops.triton.quant import quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
@@ -161,8 +161,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
             x = shell(rows, 5376)
             w = shell(sum(parts), 5376)
             ops.adapted_linear(x, w, stacked, ranges, end)
-            for tile in SHRINK_TILES.values():
-                shrunk = shrink(x, stacked, ranges, ops.semaphores, pdl, tile)
+            shrunk = shrink(x, stacked, ranges, ops.semaphores, pdl)
             expand(shell(rows, sum(parts)), shrunk, end.act, end.mul, pdl)
     elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
         config = ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{'31B' if kind == ATTENTION else 'E2B'}-it"])

@@ -2,13 +2,13 @@
 
     PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py check [SIZE...]       # few layers, random weights
     PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py check SIZE/3 ...      # one of CHECKED: processes may share
-    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py cost 31B:int4 [--shrink 128x2x64,64x4x32] [--cycles 1x0,8x4]
-    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py bits                  # `shrink` in every tile
+    PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py cost 31B:int4 [--cycles 1x0,8x4]
     PYTHONPATH=src:.:benchmarks python3 tests/gpu/gpu_lora.py plan                  # without a GPU: what would run
 
 Sizes are Gemma 4's; SIZE:int4 has 4-bit weights. Tokens and log-probabilities must be equal to the last bit. Cost: rank
 16 on all linear modules, as many adapters as sequences, median milliseconds of a captured step without and with them
-(all layers, graphs alone), with each tile of `shrink` in turns.
+(all layers, graphs alone). Several sizes at once, each in a process: set OMP_NUM_THREADS, as their threads would wait
+for each other.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from outrider.engine.step import Request
 from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
 from outrider.models.names import tensor_plan
-from outrider.ops.adapter_slots import SlotWeight, row_ranges
+from outrider.ops.adapter_slots import row_ranges
 from outrider.ops.lowrank import Adapter, LowRank
-from outrider.ops.triton import TritonOps, lowrank
+from outrider.ops.triton import TritonOps
 from outrider.types import SamplingParams
 from outrider.weights.adapter import ADAPTABLE, load_adapter
 from outrider.weights.load import dummy_weights
@@ -133,35 +133,6 @@ def replaced(rig: Rig, pool: AdapterPool, alone: dict[str, list[int]]) -> list[s
     return [f"replaced {r}" for r in got if got[r] != alone[r]]
 
 
-def bits() -> bool:
-    """`shrink` in every tile against the one in use: equal bits for all widths of Gemma 4 and 1 to 40 rows."""
-    rng = torch.Generator(DEVICE).manual_seed(3)
-    kind = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-
-    def draw(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, device=DEVICE, generator=rng)
-        return (values if DEVICE == "cuda" else values.round()).to(kind)  # numpy adds integers alike in any order
-
-    widths = (1536, 2816, 3840, 5376, 6144, 8192, 15360, 16384, 21504) if DEVICE == "cuda" else (1536, 2816)
-    wrong = []
-    for k in widths:
-        a = draw(2, 3, 16, k)
-        b = torch.zeros((2, 48, 16), device=DEVICE, dtype=kind)
-        change = SlotWeight(a, b, torch.ones((2, 3), device=DEVICE), (16, 16, 16))
-        for num_rows in (1, 5, 8, 40):
-            x = draw(num_rows, k)
-            ranges = torch.tensor(row_ranges([0, 1], [num_rows - num_rows // 2, num_rows // 2]), dtype=torch.int32)
-            counters = torch.zeros(1 << 16, dtype=torch.int32, device=DEVICE)
-            results = {}
-            for name, tile in lowrank.SHRINK_TILES.items():
-                results[name] = lowrank.shrink(x, change, ranges.to(DEVICE), counters, DEVICE == "cuda", tile).u
-            first, *others = results.values()
-            wrong += [(k, num_rows) for other in others if not torch.equal(first, other)]
-    verdict = "equal to the last bit" if not wrong else f"WRONG {wrong}"
-    print(f"shrink in {', '.join(lowrank.SHRINK_TILES)}: {verdict}", flush=True)
-    return not wrong
-
-
 def random_adapters(rig: Rig) -> AdapterPool:
     """One of rank 16 on all linear modules, in 8 slots that all hold the same."""
     pool = AdapterPool(rig.model, lambda name, path: None, 8)  # type: ignore[arg-type, return-value]
@@ -181,7 +152,7 @@ def random_adapters(rig: Rig) -> AdapterPool:
     return pool
 
 
-def cost(size: str, tiles: list[str], cycles: list[tuple[int, int]]) -> None:
+def cost(size: str, cycles: list[tuple[int, int]]) -> None:
     rig = rig_of(size, None, slots=8, context=1280)
     pool = random_adapters(rig)
     assert pool.slots is not None
@@ -190,38 +161,29 @@ def cost(size: str, tiles: list[str], cycles: list[tuple[int, int]]) -> None:
     for batch, k in cycles:
         ranges = torch.tensor(row_ranges(range(batch), [k + 1] * batch), dtype=torch.int32, device=DEVICE)
         bare = rig.graph(seqs[:batch], k, 1024, 1152)
-        adapted = {}
-        for name in tiles:
-            lowrank.SHRINK_TILE = lowrank.SHRINK_TILES[name]
-            adapted[name] = rig.graph(seqs[:batch], k, 1024, 1152, model=pool.slot_model(ranges))
-        times = [(bare.time(12), *(run.time(12) for run in adapted.values())) for _ in range(3)]
-        without, *using = (sorted(t)[1] for t in zip(*times))
-        for name, ms in zip(adapted, using):
-            ratio = ms / without
-            print(f"{size} {batch} x K={k}, {name}: {without:.3f} -> {ms:.3f} ms, {ratio:.3f}", flush=True)
-            figures = {"size": size, "batch": batch, "k": k, "shrink": name, "ms": [without, ms], "ratio": ratio}
-            print(json.dumps(figures), flush=True)
+        adapted = rig.graph(seqs[:batch], k, 1024, 1152, model=pool.slot_model(ranges))
+        times = [(bare.time(12), adapted.time(12)) for _ in range(3)]
+        without, using = (sorted(t)[1] for t in zip(*times))
+        ratio = using / without
+        print(f"{size} {batch} x K={k}: {without:.3f} -> {using:.3f} ms, {ratio:.3f}", flush=True)
+        print(json.dumps({"size": size, "batch": batch, "k": k, "ms": [without, using], "ratio": ratio}), flush=True)
         del bare, adapted
 
 
 def main() -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["check", "cost", "bits", "plan"])
+    parser.add_argument("what", choices=["check", "cost", "plan"])
     parser.add_argument("sizes", nargs="*", default=list(LAYERS))
-    parser.add_argument("--shrink", default=",".join(lowrank.SHRINK_TILES), help="tiles to be timed")
     parser.add_argument("--cycles", default=",".join(f"{batch}x{k}" for batch, k in CYCLES))
     args = parser.parse_args()
-    tiles = args.shrink.split(",")
     cycles = [(int(batch), int(k)) for batch, _, k in (cycle.partition("x") for cycle in args.cycles.split(","))]
     if args.what == "plan":
-        print(f"sizes {args.sizes}, tiles {[lowrank.SHRINK_TILES[name] for name in tiles]}, cycles {cycles}")
+        print(f"sizes {args.sizes}, cycles {cycles}")
         return
-    if args.what == "bits":
-        raise SystemExit(0 if bits() else 1)
     for size in args.sizes:
         try:
-            check(size) if args.what == "check" else cost(size, tiles, cycles)
+            check(size) if args.what == "check" else cost(size, cycles)
         except Exception as error:  # the next size is tried all the same
             import traceback
 

@@ -89,11 +89,9 @@ def test_rows_have_the_reference_values_and_the_same_bits_in_any_company(rank: i
         assert torch.equal(plain[0][:1, 64:96], got[0][:1, 64:96]), "the second matrix is left alone"
 
 
-@pytest.mark.parametrize("name", sorted(lowrank.SHRINK_TILES))
 @pytest.mark.parametrize("width", [64, 456, 1544])  # a part of a fetch; two spans; five, the last one short
-def test_every_tile_of_shrink_adds_every_column_once(name: str, width: int) -> None:
+def test_shrink_adds_every_column_once(width: int) -> None:
     """Whole numbers, whose sums are exact in any order: 16 rows of one adapter, 5 without, 20 of another."""
-    tile = lowrank.SHRINK_TILES[name]
     change = SlotWeight(
         rand(2, 2, 32, width).round().to(DEVICE), torch.zeros(2, 8, 32, device=DEVICE),
         torch.tensor([[1.0, 0.5], [2.0, 0.0]], device=DEVICE), (4, 4),
@@ -101,7 +99,7 @@ def test_every_tile_of_shrink_adds_every_column_once(name: str, width: int) -> N
     x = rand(41, width).round().to(DEVICE)
     ranges = torch.tensor(row_ranges([1, -1, 0], [16, 5, 20]), dtype=torch.int32, device=DEVICE)
     counters = torch.zeros(1 << 16, dtype=torch.int32, device=DEVICE)
-    u = lowrank.shrink(x, change, ranges, counters, tile=tile).u.view(41, 2, 32)
+    u = lowrank.shrink(x, change, ranges, counters).u.view(41, 2, 32)
     want = torch.zeros_like(u)
     for slot, rows in ((1, slice(0, 16)), (0, slice(21, 41))):
         want[rows] = torch.einsum("rk,pnk->rpn", x[rows], change.a[slot]) * change.scale[slot][None, :, None]

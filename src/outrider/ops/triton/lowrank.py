@@ -33,27 +33,13 @@ SPAN_COLUMNS = 128  # a span is a whole number of these
 SPAN_STEPS = 3
 MAX_SPANS = 24
 Lora = struct("lora.cuh", "Lora")
+SHRINK_COLUMNS = 128  # that a program of `shrink` fetches at a time; of any number 16 are added at a time
 FUSED_RANKS = 128  # ranges times rank up to which the product's own kernel adds the changes
 
 
 def span_of(k: int) -> int:
     """Columns of a span: a function of the width of x."""
     return SPAN_COLUMNS * max(SPAN_STEPS, triton.cdiv(triton.cdiv(k, SPAN_COLUMNS), MAX_SPANS))
-
-
-@dataclass(frozen=True)
-class ShrinkTile:
-    """The shape of a program of `shrink`, which changes no bit: 16 columns are added at a time in any of them."""
-
-    columns: int  # fetched at a time
-    warps: int
-    registers: int  # limit per thread
-    stages: int = 4
-
-
-# Next to 24 warps of 80 registers a quarter of a multiprocessor has room for one warp of 32.
-SHRINK_TILES = {"128x2x64": ShrinkTile(128, 2, 64), "64x4x32": ShrinkTile(64, 4, 32)}
-SHRINK_TILE = SHRINK_TILES["128x2x64"]
 
 
 @dataclass(frozen=True)
@@ -154,11 +140,8 @@ def shrink_kernel(
         tl.store(u + at, tl.zeros((BM, BR), dtype=u.dtype.element_ty), mask=live)
 
 
-def shrink(
-    x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl: bool = False, tile: ShrinkTile | None = None
-) -> Shrunk:
+def shrink(x: Tensor, change: SlotWeight, ranges: Tensor, counters: Tensor, pdl: bool = False) -> Shrunk:
     """scale · A x of the rows x [R, in]. counters: left at 0; not the product's, next to which this runs."""
-    tile = tile or SHRINK_TILE
     rows, k = x.shape
     _, parts, rank, _ = change.a.shape
     span = span_of(k)
@@ -169,9 +152,8 @@ def shrink(
     lines = triton.next_power_of_2(triton.cdiv(span, 64))
     shrink_kernel[(len(ranges), spans, parts * rank // RANK_STEP)](
         x, change.a, change.scale, ranges, sums, u, counters, rows, k, x.stride(0), span, PARTS=parts, RANK=rank,
-        BM=RANGE_ROWS, BR=RANK_STEP, BK=tile.columns, SPANS=spans, PREFETCH=lines if x.element_size() == 2 else 0,
-        PREC=precision(x), PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        launch_pdl=pdl,
+        BM=RANGE_ROWS, BR=RANK_STEP, BK=SHRINK_COLUMNS, SPANS=spans, PREFETCH=lines if x.element_size() == 2 else 0,
+        PREC=precision(x), PDL=pdl, num_warps=2, num_stages=4, maxnreg=64, launch_pdl=pdl,
     )
     return Shrunk(u=u, change=change, ranges=ranges, x=x, sums=sums, pdl=pdl)
 
