@@ -8,7 +8,7 @@ gemma-4-SIZE-it-assistant/config.json. SIZE may end in :int4, :int8 or :fp8 for 
 Prompts are CONTEXT random ids each. Decoding is timed with all prompts computed: the engine's own steps, host included,
 the median of three stretches of TOKENS / 4 steps with their range. Dummy weights accept nothing, so with K > 0 a step
 is a cycle, and tokens per second follow from ACCEPT_LEN (3.88 for K = 4). prompt_and_16_s: all prompts and 16 tokens,
-the median of three runs with their range, from 65,536 tokens on one run. Of a number of sequences that BATCHES names
+the median of three runs with their range, from 65,536 tokens on one run; captures: of graphs, during these runs, which delay them. Of a number of sequences that BATCHES names
 again, decoding is timed again.
 """
 
@@ -58,9 +58,13 @@ for b in batches:
         return time.perf_counter() - began
 
     short = list[float]()
+    executor = llm.engine.executors[0]
+    captures = 0
     if b not in timed:
         answer(8)  # captures and compiles
+        earlier = executor.num_captures
         short = sorted(answer(16) for _ in range(3 if context < 65536 else 1))
+        captures = executor.num_captures - earlier
     timed.add(b)
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=n + 64, ignore_eos=True)
@@ -84,5 +88,6 @@ for b in batches:
     if short:
         figures["prompt_and_16_s"] = round(short[len(short) // 2], 3)
         figures["prompt_range_s"] = [round(short[0], 3), round(short[-1], 3)]
+        figures["captures"] = captures
     figures["tok_s"] = round((accept_len if k else 1.0) * b / cycle * 1e3, 1)
     print(json.dumps(figures), flush=True)
