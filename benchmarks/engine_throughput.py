@@ -8,8 +8,8 @@ gemma-4-SIZE-it-assistant/config.json. SIZE may end in :int4, :int8 or :fp8 for 
 Prompts are CONTEXT random ids each. Decoding is timed with all prompts computed: the engine's own steps, host included,
 the median of three stretches of TOKENS / 4 steps with their range. Dummy weights accept nothing, so with K > 0 a step
 is a cycle, and tokens per second follow from ACCEPT_LEN (3.88 for K = 4). prompt_and_16_s: all prompts and 16 tokens,
-the median of three runs with their range, from 65,536 tokens on one run; captures: of graphs, during these runs, which delay them. Of a number of sequences that BATCHES names
-again, decoding is timed again.
+the median of three runs with their range, from 65,536 tokens on one run; captures: of graphs, during these runs, which
+delay them. Of a number of sequences that BATCHES names again, decoding is timed again.
 """
 
 import json
