@@ -137,15 +137,15 @@ class OurKernels:
 class Given:
     """Whole cycles without a drafter: so many rows of each sequence in one call, all but the first given guesses."""
 
-    def __init__(self, ours: OurKernels, count: int):
+    def __init__(self, model: TextModel, store: KVStore, count: int):
         params = [SamplingParams(temperature=0.0)] * count
         device = torch.device("cpu")
-        self.sampling = sampling_batch(params, [[5]] * count, [[]] * count, ours.config.vocab_size, device)
-        self.slots = [ours.store.open()[0] for _ in range(count)]
+        self.sampling = sampling_batch(params, [[5]] * count, [[]] * count, model.config.vocab_size, device)
+        self.slots = [store.open()[0] for _ in range(count)]
         for seq in self.slots:
-            ours.store.reserve(seq, CONTEXT + 64)
-        self.features = torch.zeros((16, ours.config.hidden))
-        self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, (), None)
+            store.reserve(seq, CONTEXT + 64)
+        self.features = torch.zeros((16, model.config.hidden))
+        self.cycle = model.ops.host_cycle(model, None, store.pages(), self.features, (), None)
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
     def run(self, rows: int, adapters: Sequence[Adapter | None]) -> None:
@@ -180,7 +180,7 @@ def adapted(ours: OurKernels, rank: int, repeat: int, rounds: int) -> None:
     clock = Stopwatch(time.thread_time if ours.ops.threads == 1 else time.perf_counter, rest=0.0)
     print(f"adapter of rank {rank}: {adapters[0].nbytes / 1e6:.1f} MB")
     for count, sizes in ((1, PASS_ROWS), (8, (5,))):
-        given = Given(ours, count)
+        given = Given(ours.model, ours.store, count)
         for rows in sizes:
             one = f"{count} x {rows} rows"
             two = f"{count} x {rows} rows, rank {rank}"

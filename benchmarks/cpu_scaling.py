@@ -9,7 +9,8 @@ What is measured, one JSON line each (also into FOLDER/cpu_scaling.jsonl):
   barrier    microseconds of one
   compute    nanoseconds per unit (16 outputs x 32 columns, all rows) of weights that lie in the second-level cache
   bits       do `amx` and `avx512bf16` agree, every format, 1 to 64 rows
-  pass       ms of a pass, levels in turn
+  pass       ms of a pass with all rows' logits, levels in turn
+  cycle      ms of a pass as the engine runs it: a cycle in C that keeps no logits; given drafts
   prefill    ms and tokens/s of 512
   products   ms of all products of a pass: members that never wait, a barrier behind each, the next fetched before it
   one row    ms with variants of the prefetch in the loop (bytes ahead, cache level) and before barriers, and pinned
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch
+from benchmarks.cpu_kernels import Given
 from tests.dummy_checkpoint import write_gguf
 from tests.stress.random_models import RANDOM
 
@@ -250,7 +253,8 @@ class Model:
         row_seq = torch.arange(sequences).repeat_interleave(rows)
         starts = torch.arange(0, rows * sequences + 1, rows, dtype=torch.int32)
         view = self.store.view(slots, positions, row_seq, starts, rows, CONTEXT + rows)
-        model.logits(model.forward(self.ids[: rows * sequences], view).hidden).argmax(-1)
+        logits = model.logits(model.forward(self.ids[: rows * sequences], view).hidden)
+        model.ops.argmax(logits)  # on all threads; torch's own took 19 of 100 ms at 64 rows
 
     def prefill(self, model: TextModel, whole: bool) -> None:
         slots = torch.tensor([self.seqs[0].slot])
@@ -275,7 +279,7 @@ def loaded(name: str, path: Path, ops: CpuOps) -> Model:
     config, weights, _ = load_target(path, ops=ops)
     looked_up = weights["embed"].nbytes if not config.tied else 0
     size = sum(w.nbytes for w in weights.values()) - looked_up
-    spec = CacheSpec(16, 2048, 16, 512, 8192)
+    spec = CacheSpec(slots=40, max_context=2048, page_size=16, chunk=512, tokens=16384)
     store = KVStore(config, spec, ops.kv_dtype(torch.float32), "cpu")
     return Model(name, config, weights, size, store)
 
@@ -411,11 +415,24 @@ def tiles_alone(report: Report, libs: Libraries, folder: Path, counts: Sequence[
             titles.append(f"{count}/{rows}")
             for name, (middle, _) in ms.items():
                 table[name].append(f"{middle:.1f}")
+        if not report.late(f"{count} threads, cycles"):
+            cycles(report, libs, model, count, names)
         if count == counts[0] and not report.late("compute"):
             compute(report, libs, names, kinds=("Q4_0", "Q4_K"), row_counts=(9, 16, 64))
     print(f"threads/rows: {' '.join(titles)}")
     for name, cells in table.items():
         print(f"{name}: {' '.join(cells)}", flush=True)
+
+
+def cycles(report: Report, libs: Libraries, model: Model, count: int, levels: Sequence[str]) -> None:
+    """Passes as the engine runs them: cycles in C, tokens chosen within the head's product."""
+    nets = {name: model.compiled(libs.ops(name, count)) for name in levels}
+    for sequences, row_counts in ((1, (1, 5, 9, 17)), (8, (1, 5))):
+        given = {name: Given(net, model.store, sequences) for name, net in nets.items()}
+        for rows in row_counts:
+            work = {name: partial(each.run, rows, [None] * sequences) for name, each in given.items()}
+            ms = {name: rounded(t) for name, t in in_turn(work, 4).items()}
+            report("cycle", model=model.name, threads=count, sequences=sequences, rows=rows, ms=ms)
 
 
 def passes(report: Report, libs: Libraries, model: Model, count: int, levels: Sequence[str], full: bool) -> None:
