@@ -144,7 +144,7 @@ class Given:
         self.slots = [store.open()[0] for _ in range(count)]
         for seq in self.slots:
             store.reserve(seq, CONTEXT + 64)
-        self.features = torch.zeros((16, model.config.hidden))
+        self.features = torch.zeros((store.spec.slots, model.config.hidden))
         self.cycle = model.ops.host_cycle(model, None, store.pages(), self.features, (), None)
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 

@@ -327,7 +327,7 @@ def products(ops: CpuOps, weights: Sequence[PackedWeight], rows: int, phases: in
     widest = max(c.k for c in structs)
     acts = torch.zeros((rows + 16) * widest * 2 + 4096, dtype=torch.uint8)
     out = torch.zeros(rows * max(max(c.n for c in structs), widest) + 64)
-    keep = (structs, array, acts, out)
+    keep = (structs, array, acts, out, weights)
 
     def run() -> None:
         ops.lib.probe_products(ops.pool, array, len(keep[0]), rows, phases, acts.data_ptr(), out.data_ptr())
