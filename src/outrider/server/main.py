@@ -22,7 +22,7 @@ from .model_info import ServedModel
 from .model_pool import ModelPool
 from .protocol import BACKLOG, BoundedProtocol, Connections
 from .settings import ServerSettings
-from .trim import trim
+from .trim import share_one_heap, trim
 
 TIDY_S = 10.0
 
@@ -135,6 +135,7 @@ def set_up_logs(level: str, as_json: bool) -> None:
 def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing from threads
+    share_one_heap()
     # A step releases the GIL at every operation, and waits up to this long for it while another thread computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
