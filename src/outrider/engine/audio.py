@@ -51,23 +51,11 @@ class AudioEncoder:
         config = model.config
         self.ids = PlaceholderIds(config.audio_id, config.boa_id, config.audio_id, end=config.eoa_id)
         self.decoder = AudioDecoder()
-        self._spans = SpanCache(CACHED_CLIPS)  # by their samples
-        self._files = SpanCache(CACHED_CLIPS)  # the same spans by the bytes of their files
+        self._spans = SpanCache(CACHED_CLIPS)
 
     def encode(self, item: object) -> SoftSpan:
-        """A path, the bytes of a file, a data URL, or samples with their rate; as a span at 0. A conversation sends its
-        clips again with every turn: they are not decoded again, and do not wait for the files of others."""
-        file = item.encode("utf-8", "surrogatepass") if isinstance(item, str) and item[:5].lower() == "data:" else item
-        if not isinstance(file, bytes):
-            return self._encode_samples(self.samples(item))
-        file_key = hashlib.blake2b(file, digest_size=16).digest()
-        span = self._files.find(file_key)
-        if span is None:
-            span = self._encode_samples(self.samples(item))
-            self._files.add(file_key, span)
-        return span
-
-    def _encode_samples(self, samples: np.ndarray) -> SoftSpan:
+        """A path, the bytes of a file, a data URL, or samples with their rate; as a span at 0."""
+        samples = self.samples(item)
         config = self.config
         if len(samples) < config.min_samples:
             seconds = config.min_samples / SAMPLE_RATE

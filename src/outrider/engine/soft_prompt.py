@@ -96,23 +96,20 @@ class SpanCache:
 
     def get(self, key: bytes, encode: Callable[[], SoftSpan]) -> SoftSpan:
         """A known item does not wait for the encoder."""
-        span = self.find(key)
+        span = self._find(key)
         if span is not None:
             return span
         with self._encoding:  # one item at a time: its bits depend on no other
-            span = self.find(key)
+            span = self._find(key)
             if span is None:
                 span = encode()
-            self.add(key, span)
+            with self._lock:
+                self._spans[key] = span
+                if len(self._spans) > self._size:
+                    self._spans.popitem(last=False)
         return span
 
-    def add(self, key: bytes, span: SoftSpan) -> None:
-        with self._lock:
-            self._spans[key] = span
-            if len(self._spans) > self._size:
-                self._spans.popitem(last=False)
-
-    def find(self, key: bytes) -> SoftSpan | None:
+    def _find(self, key: bytes) -> SoftSpan | None:
         with self._lock:
             if key in self._spans:
                 self._spans.move_to_end(key)

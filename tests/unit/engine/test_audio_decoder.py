@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 import soundfile
 import soxr
-import torch
 from tests import hostile_audio, tiny_audio
 from tests.hostile_audio import encoded
 from tests.waiting import PATIENCE
 
-from outrider.engine.audio import AudioDecoder, AudioEncoder, as_waveform
+from outrider.engine.audio import AudioDecoder, as_waveform
 from outrider.engine.media import read_file
 from outrider.models import audio_processing
-from outrider.models.audio import AudioModel
 from outrider.models.audio_processing import BLOCK, MAX_BYTES, MEMORY, resampled
 from outrider.types import OutriderError
 
@@ -207,30 +202,3 @@ def test_what_is_no_clip(item: object) -> None:
 def test_what_has_no_end_is_refused() -> None:
     with pytest.raises(OutriderError, match="it is a device"):
         read_file(Path("/dev/zero"), "sound", MAX_BYTES)
-
-
-def test_a_clip_that_is_sent_again_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every turn of a conversation a clip waited for the files of others."""
-    config = SimpleNamespace(audio_id=1, boa_id=2, eoa_id=3, min_samples=10, pad_id=0)
-    model = SimpleNamespace(config=config, encode=lambda samples: torch.zeros(len(samples) // 640, 4))
-    encoder = AudioEncoder(cast(AudioModel, model), max_clips=4)
-    wav = encoded(tiny_audio.samples(16_000), 16_000, "WAV", "PCM_16")
-    decoded: list[bytes] = []
-    decode = encoder.decoder.samples
-
-    def counting(data: bytes, max_seconds: float) -> np.ndarray:
-        decoded.append(data)
-        return decode(data, max_seconds)
-
-    monkeypatch.setattr(encoder.decoder, "samples", counting)
-    url = "data:audio/wav;base64," + base64.b64encode(wav).decode()
-    first = encoder.encode(wav)
-    assert encoder.encode(wav) is first and decoded == [wav]
-    by_url = encoder.encode(url)
-    assert encoder.encode(url) is by_url and decoded == [wav, wav]
-    assert by_url is first, "the same samples are encoded once"
-    with pytest.raises(OutriderError):
-        encoder.encode(b"no sound")
-    with pytest.raises(OutriderError):  # what was refused is not remembered
-        encoder.encode(b"no sound")
-    encoder.close()
